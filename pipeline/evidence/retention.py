@@ -159,7 +159,7 @@ def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
 def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
     """Return the needed pieces: place of a piece -> its first user.
 
-    If an alias's identity is missing (it was altered or removed, or lies in another work directory), only its engine is kept.
+    A serving engine is kept even if its identity was altered, removed or made in another work directory.
     `keep_sweeps` is the `number` of `last_sweeps`.
     """
     users = dict[str, str]()
@@ -172,12 +172,15 @@ def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
                 if place in inventory.artifact_places:
                     users.setdefault(place, user)
 
-    builds = _builds_by_engine(inventory)
+    builds = defaultdict[str | None, list[str]](list)
+    for piece in inventory.pieces:
+        if piece.kind == "build" and (manifest := read_manifest(piece.path)) is not None:
+            builds[files_digest(manifest["files"])].append(piece.place)
     for model in inventory.models:
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
-                for place in builds.get(model.engines.get(version.number) or "", ()):
+                for place in builds[model.engines[version.number]]:
                     users.setdefault(place, f"{alias} of {model.name}")
     recent = last_sweeps(inventory.sweeps, keep_sweeps)
     for sweep in recent:
@@ -190,14 +193,3 @@ def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
         elif piece.is_artifact and first is not None and piece.made >= first.began:
             users.setdefault(piece.place, f"sweep {first.sweep}, which has not finished")
     return users
-
-
-def _builds_by_engine(inventory: Inventory) -> dict[str, list[str]]:
-    """Return the places of engines by their digest. Empty if no evidence is missing, so that no engine is looked up."""
-    builds: dict[str, list[str]] = {}
-    if any(model.engines for model in inventory.models):
-        for piece in inventory.pieces:
-            manifest = read_manifest(piece.path) if piece.kind == "build" else None
-            if manifest is not None:
-                builds.setdefault(files_digest(manifest["files"]), []).append(piece.place)
-    return builds

@@ -31,7 +31,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.registry import run_content
 from pipeline.registry.reaching import check_reachable, reached
-from pipeline.registry.tracking import IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
+from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
 from stages.core.errors import UserError
 from stages.core.redaction import redact_text
@@ -97,7 +97,8 @@ class RegistryReader:
         """Return a registered model. Raises MlflowException if it does not exist."""
         model = self.client.get_registered_model(name)  # search_model_versions returns versions without their aliases
         versions = {str(entry.version): version_of(entry) for entry in self.client.search_model_versions(f"name = '{name}'")}
-        return RegisteredModel(name, versions, {alias: str(number) for alias, number in model.aliases.items()}, model.tags)
+        aliases = {alias: str(number) for alias, number in model.aliases.items() if str(number) in versions}
+        return RegisteredModel(name, versions, aliases, model.tags)
 
     def engine_digest(self, entry: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
@@ -113,10 +114,8 @@ class RegistryReader:
         def read(name: str) -> None:
             with suppress(MlflowException):  # nothing was registered yet
                 model = self.model(name)
-                unknown = [
-                    entry for entry in model.pointed_at.values() if entry.run_id and entry.identity_digest not in identities
-                ]
-                models[name] = replace(model, engines={entry.number: self.engine_digest(entry) for entry in unknown})
+                engines = {version.number: self.engine_digest(version) for version in model.pointed_at.values()}
+                models[name] = replace(model, engines=engines)
 
         read(self.location.model_name)
         for digest in sorted(identities):
@@ -130,9 +129,9 @@ class RegistryReader:
         """Return the champion of the first registered model in `names` that has one; None if no model has one."""
         for name in names:
             with suppress(MlflowException):  # the model does not exist
-                model = self.model(name)
-                if model.aliases.get("champion") in model.versions:
-                    return model.pointed_at["champion"]
+                serving = self.model(name).pointed_at
+                if CHAMPION in serving:
+                    return serving[CHAMPION]
         return None
 
     def download(self, version: Version, folder: Path) -> Path:
@@ -311,7 +310,7 @@ class MlflowStore(RegistryReader):
             self.set_alias("candidate", version)
             return
         nominated = self.read().pointed_at.get("candidate")
-        if nominated is not None and nominated.run_id and self.engine_digest(nominated) == candidate.engine.digest:
+        if nominated is not None and self.engine_digest(nominated) == candidate.engine.digest:
             self.set_alias("candidate", None)
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:

@@ -3,15 +3,11 @@
 The aliases are `candidate` (the last registered version that did not fail; removed if the same engine then fails), `champion`
 (the version that serves) and `previous` (the version that the champion replaced). Evidence is found by the digest that the
 registry cites. Before a promotion it is replayed, and the gates decide again: those of the command, or for a rollback those
-that judged it. A command decides on its first read of the registry, and reads it again under the lock before a write.
+that judged it.
 
-A promotion tags the version with its author, the time and the replaced version, then moves `previous`, then `champion`. To
-finish a promotion that was killed, run it again. A rollback makes `previous` the champion and removes `previous`, so a second
-rollback (two people, a CI retry) is an error and does not bring the bad engine back. A version that was rolled back is chosen
-again only after a new evaluation (another report) or by name.
-
-MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
-work directory (with a server), but no other hosts.
+A promotion tags the version with its author, the time and the replaced version. A rollback makes `previous` the champion and
+removes `previous`, so a second rollback (two people, a CI retry) is an error and does not bring the bad engine back. A version
+that was rolled back is chosen again only after a new evaluation (another report) or by name.
 """
 
 import math
@@ -21,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from getpass import getuser
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.registry.tracking import RegisteredModel, Version
-from pipeline.store.locks import locked
+from pipeline.registry.moves import Move, make_moves, route_back, route_of
+from pipeline.registry.tracking import CHAMPION, RegisteredModel, Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.redaction import redact_text
 from stages.engines.config import is_least_preferred
@@ -174,8 +170,8 @@ class Engines:
             GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
             MissingRequirement: the replay needs a library that is not installed.
         """
-        registry, candidates = self.registry, self._judge_again(judged, model, name)
-        best = choose_champion(candidates, {} if name is not None else self._rollback_times(self.model))
+        candidates, rolled_back = self._judge_again(judged, model, name), self._rollback_times()
+        best = choose_champion(candidates, {} if name is not None else rolled_back)
         rival = self._incumbent(candidates) if name is None else None
         compared = tuple(candidates if rival is None else [*candidates, rival])
         if rival is not None and choose_champion([best, rival]) is rival:
@@ -186,21 +182,14 @@ class Engines:
             self._engines_read[best.version].verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
-        with locked(registry.lock, "a promotion"):
-            current = registry.read()
-            current.check("champion")
-            old = current.aliases.get("champion")
-            if old == best.version:
-                return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
-            since = self._rollback_times(current).get(best.report.digest)
-            if since is not None and name is None:  # by another user during the replay
-                raise GateRefusal(f"{best.name} is not promoted: it {_describe_rollback(best, since)}")
-            tags = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
-            registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
-            if old is not None:
-                registry.set_alias("previous", old)
-            registry.set_alias("champion", best.version)
-        over = f" over version {old}" if old is not None else ""
+        before = route_of(self.model, CHAMPION)
+        if before.now == best.version:
+            return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
+        tags = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: before.now or "none"}
+        record = partial(self.registry.set_tags, best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
+        make_moves(self.registry, [Move(CHAMPION, before, before.moved_to(best.version), record)])
+        since = rolled_back.get(best.report.digest)
+        over = f" over version {before.now}" if before.now is not None else ""
         note = f"; it had been rolled back at {since}" if since is not None else ""
         covered = f", {best.covered}" if best.covered is not None else ""
         message = f"{best.name} (version {best.version}) is the champion{over}{note}{covered}"
@@ -229,7 +218,7 @@ class Engines:
         because a rebuilt baseline has another digest. If a candidate has the champion's name, the champion was judged again,
         and only the new evidence counts.
         """
-        serving = self.model.pointed_at.get("champion")
+        serving = self.model.pointed_at.get(CHAMPION)
         if serving is None or serving.name in [candidate.name for candidate in candidates]:
             return None
         try:
@@ -239,10 +228,10 @@ class Engines:
         comparable = any(candidate.checkpoint == champion.checkpoint for candidate in candidates)
         return champion if comparable and champion.verdict == "PASS" else None
 
-    def _rollback_times(self, model: RegisteredModel) -> dict[str, str]:
+    def _rollback_times(self) -> dict[str, str]:
         """Return the time at which an engine was rolled back, by the digest of its report."""
         times = {}
-        for version in model.versions.values():
+        for version in self.model.versions.values():
             if ROLLED_BACK_AT in version.tags:
                 with suppress(GateRefusal):  # without evidence here, it is not a candidate here either
                     times[self.find(version).candidate.report.digest] = version.tags[ROLLED_BACK_AT]
@@ -250,27 +239,20 @@ class Engines:
 
     def rollback(self) -> PromotionMove:
         """Bring the previous champion back after a replay of its evidence."""
-        registry = self.registry
-        with locked(registry.lock, "a rollback"):
-            current = registry.read()
-            bad, previous = current.aliases.get("champion"), current.aliases.get("previous")
-            if bad is None or previous is None or previous == bad:
-                raise UserError(
-                    "stage=rollback: there is no previous champion to return to; promote another candidate with stage=promote"
-                )
-            version = current.versions.get(previous)
-            if version is None:
-                raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
-            try:
-                self.find(version).verify()
-            except (GateRefusal, MissingRequirement) as error:
-                raise type(error)(f"stage=rollback: version {previous} cannot become the champion again: {error}") from error
-            if bad in current.versions:
-                gone = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None}
-                registry.set_tags(bad, {**gone, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()})
-            registry.set_alias("champion", previous)
-            registry.set_alias("previous", None)
-        return PromotionMove(version.name, f"{version.name} (version {previous}) is the champion again, version {bad} is not")
+        before = route_of(self.model, CHAMPION)
+        try:
+            after = route_back(self.model, CHAMPION)
+        except GateRefusal as error:
+            raise UserError(f"stage=rollback: {error}; promote another candidate with stage=promote") from error
+        bad, version = str(before.now), self.model.versions[str(after.now)]
+        try:
+            self.find(version).verify()
+        except (GateRefusal, MissingRequirement) as error:
+            raise type(error)(f"stage=rollback: {version} cannot become the champion again: {error}") from error
+        tags = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()}
+        make_moves(self.registry, [Move(CHAMPION, before, after, partial(self.registry.set_tags, bad, tags), back=True)])
+        message = f"{version.name} (version {version.number}) is the champion again, version {bad} is not"
+        return PromotionMove(version.name, message)
 
 
 def choose_champion(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] = MappingProxyType({})) -> Candidate:

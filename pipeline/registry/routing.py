@@ -5,100 +5,44 @@ attention looks, while values are averaged, which reduces their error. The candi
 engine in the same memory, over the same baseline (so with the same model, weights and backend). They are tried in the order of
 `Step`. An engine that changes the keys is allowed only if every monitor of quality is shown to hold.
 
-A route is two aliases of the registered model: `route-CLASS` is the engine that serves the class, and `route-CLASS-previous`
-its predecessor. Servers read the first alias. A command decides on the aliases that it read. If an alias was moved meanwhile,
-the command moves nothing. The serving alias is written last, so that a killed command leaves a way back, and running it again
-completes the move. If a route moves back from a version, the registered model's tag `left-CLASS` gets the version: no monitor
-chooses it for this class again until `routing.routes` names it.
+The alias `route-CLASS` of the registered model is the engine that serves a class (`pipeline.registry.moves`). If a route moves
+back from a version, the registered model's tag `left-CLASS` gets the version: no monitor chooses it for this class again until
+`routing.routes` names it.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from functools import partial
+from typing import NamedTuple, get_args
 
-from pipeline.config.routing import PREVIOUS, MonitorConfig
+from pipeline.config.routing import MonitorConfig
 from pipeline.registry.monitors import Reading, Snapshot, quality_holds, read_monitors, read_snapshot
+from pipeline.registry.moves import Move, make_moves, route_back, route_of
 from pipeline.registry.promotion import Engines, RegisteredEngine, live_tokens
 from pipeline.registry.tracking import RegisteredModel
-from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.policies.policy import KVPolicy, Side
 from stages.workloads.config import Workload
-
-if TYPE_CHECKING:
-    from pipeline.registry.mlflow_store import MlflowStore
-
-
-class Route(NamedTuple):
-    """Versions at the aliases of a class."""
-
-    now: str | None
-    previous: str | None = None
-
-    def moved_to(self, version: str) -> "Route":
-        """Return the aliases after a move to a version. The engine that served before becomes the previous engine."""
-        before = self.now if self.now not in (None, version) else self.previous
-        return Route(version, before if before != version else None)
-
-
-class Move(NamedTuple):
-    """A change of a class's aliases, with the aliases that the decision was based on."""
-
-    workload: str
-    before: Route
-    after: Route
-    why: str
-    back: bool = False
-    """Whether the move leaves a broken engine."""
-
-    def __str__(self) -> str:
-        return f"version {self.before.now or 'none'} -> {self.after.now}: {self.why}"
 
 
 def alias_of(workload: str) -> str:
     return f"route-{workload}"
 
 
-def route_of(model: RegisteredModel, workload: str) -> Route:
-    alias = alias_of(workload)
-    return Route(model.aliases.get(alias), model.aliases.get(f"{alias}{PREVIOUS}"))
+def move_to(engines: Engines, workload: str, version: str, why: str) -> Move:
+    """Return the move of a class to a version. The version may be chosen by monitors again."""
+    left, before = engines.model.left(workload) - {version}, route_of(engines.model, alias_of(workload))
+    record = partial(engines.registry.set_left, workload, left)
+    return Move(alias_of(workload), before, before.moved_to(version), record, why)
 
 
-def move_to_previous(model: RegisteredModel, workload: str, why: str) -> Move:
-    """Return the move to the previous engine of a class. Raises GateRefusal if this engine cannot serve.
+def move_to_previous(engines: Engines, workload: str, why: str) -> Move:
+    """Return the move to the previous engine of a class. Raises GateRefusal if there is none.
 
     The engine was proven when it was routed. It is not replayed, because a broken engine must not wait for that.
     """
-    before = route_of(model, workload)
-    if before.previous is None or before.previous not in model.versions:
-        gone = "it has no previous engine" if before.previous is None else f"version {before.previous} was deleted"
-        raise GateRefusal(f"{alias_of(workload)} cannot go back: {gone}")
-    return Move(workload, before, Route(before.previous), f"{why}; to its previous engine", back=True)
-
-
-def make_moves(registry: "MlflowStore", moves: Sequence[Move]) -> None:
-    """Make all moves back, then all others. Raises GateRefusal if another command moved an alias meanwhile."""
-    for group in filter(None, ([move for move in moves if move.back is back] for back in (True, False))):
-        _make_together(registry, group)
-
-
-def _make_together(registry: "MlflowStore", moves: Sequence[Move]) -> None:
-    with locked(registry.lock, "moving routes"):
-        model = registry.read()
-        for move in moves:
-            if route_of(model, move.workload) != move.before:
-                raise GateRefusal(f"{alias_of(move.workload)}: another command moved it; nothing was changed; run it again")
-        for workload, before, after, _, back in moves:
-            rolled_back = model.left(workload)
-            versions = rolled_back | {str(before.now)} if back else rolled_back - {after.now}
-            if versions != rolled_back:
-                registry.set_left(workload, versions)
-            alias = alias_of(workload)
-            if after.previous not in (None, before.previous):
-                registry.set_alias(f"{alias}{PREVIOUS}", after.previous)
-            if after.now != before.now:
-                registry.set_alias(alias, after.now)
-            if after.previous is None and before.previous is not None:
-                registry.set_alias(f"{alias}{PREVIOUS}", None)
+    before, after = route_of(engines.model, alias_of(workload)), route_back(engines.model, alias_of(workload))
+    record = partial(engines.registry.set_left, workload, engines.model.left(workload) | {str(before.now)})
+    return Move(alias_of(workload), before, after, record, f"{why}; to its previous engine", back=True)
 
 
 class Step(NamedTuple):
@@ -210,22 +154,18 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
         except (GateRefusal, MissingRequirement) as error:
             where = f"routing.routes.{workload}={engine.candidate.name}"
             raise type(error)(f"{where}: version {engine.candidate.version} is not proven: {error}") from error
-        engines.model.check(alias_of(workload))
-        before = route_of(engines.model, workload)
-        after = before.moved_to(engine.candidate.version)
-        if after != before:
-            moves.append(Move(workload, before, after, "by routing.routes"))
-        lines.append(f"{alias_of(workload)}: {engine}{', as it was' if after == before else ''}")
+        moves.append(move_to(engines, workload, engine.candidate.version, "by routing.routes"))
+        lines.append(f"{alias_of(workload)}: {engine}{', as it was' if moves[-1].after == moves[-1].before else ''}")
     make_moves(engines.registry, moves)
     yield from lines
 
 
 def roll_back(engines: Engines, workload: str) -> Iterator[str]:
     """Bring the previous engine of a class back."""
-    if route_of(engines.model, workload).now is None:
+    if alias_of(workload) not in engines.model.aliases:
         raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:
-        move = move_to_previous(engines.model, workload, "by hand")
+        move = move_to_previous(engines, workload, "by hand")
     except GateRefusal as error:
         raise UserError(f"routing.rollback={workload}: {error}") from error
     make_moves(engines.registry, [move])
@@ -244,7 +184,7 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
     decisions = dict[str, Move | str]()
     broken = []
     for workload, counted in snapshot.classes.items():
-        current = route_of(engines.model, workload).now
+        current = engines.model.aliases[alias_of(workload)]
         stays = f"stays at version {current}"
         if counted.version != current:
             decisions[workload] = f"{stays}, since the snapshot is of version {counted.version}"
@@ -260,7 +200,9 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
             broken.append(workload)
         if move is not None and move.back:
             broken.append(workload)
-    make_moves(engines.registry, [move for move in decisions.values() if isinstance(move, Move)])
+    moves = [move for move in decisions.values() if isinstance(move, Move)]
+    for back in (True, False):  # another command may forbid a move down, which must not stop a way back
+        make_moves(engines.registry, [move for move in moves if move.back is back])
     yield from (f"{alias_of(workload)}: {decision}" for workload, decision in decisions.items())
     if broken:
         raise GateRefusal(f"{where}: a monitor broke for {', '.join(broken)}; see the lines above")
@@ -269,7 +211,7 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
 def _check_classes(model: RegisteredModel, snapshot: Snapshot, where: str) -> None:
     """Refuse a snapshot with a class without a route, or of an unknown version."""
     for workload, counted in snapshot.classes.items():
-        if route_of(model, workload).now is None:
+        if alias_of(workload) not in model.aliases:
             raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
         if counted.version not in model.versions:
             raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
@@ -280,11 +222,10 @@ def _decide(engines: Engines, workload: str, readings: Sequence[Reading], why: s
     broken = {reading.kind for reading in readings if reading.status == "broken"}
     # Under memory pressure, requests are slow because they wait for memory. The previous engine would hold even less.
     if "quality" in broken or broken == {"latency"}:
-        return move_to_previous(engines.model, workload, why)
+        return move_to_previous(engines, workload, why)
     if "memory" not in broken:
         return None
-    before = route_of(engines.model, workload)
-    now = engines.find(engines.model.versions[str(before.now)])
+    now = engines.find(engines.model.pointed_at[alias_of(workload)])
     smaller = yield from step_down(engines, now, workload, readings)
     why = f"{why}; {smaller.candidate.name} changes {step(now, smaller)}"
-    return Move(workload, before, before.moved_to(smaller.candidate.version), why)
+    return move_to(engines, workload, smaller.candidate.version, why)

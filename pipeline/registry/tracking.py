@@ -16,6 +16,8 @@ from stages.core.strict import absolute_path
 
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
+CHAMPION = "champion"
+"""Alias of the version that serves."""
 IDENTITY_TAG = "identity_digest"
 LEFT = "left-"
 """Prefix of a registered model's tag with the versions that the route of a class left."""
@@ -101,22 +103,15 @@ class RegisteredModel:
     name: str
     versions: Mapping[str, Version]
     aliases: Mapping[str, str]
+    """Alias -> number of a version. MLflow removes a version's aliases with the version."""
     tags: Mapping[str, str] = field(default_factory=dict)
     engines: Mapping[str, str | None] = field(default_factory=dict)
-    """Number of a version that an alias points at -> digest of its engine, if the registry does not know its identity."""
+    """Number of a version that an alias points at -> digest of its engine. Only `RegistryReader.registered` reads them."""
 
     @property
     def pointed_at(self) -> dict[str, Version]:
-        """Alias -> version, as servers read it. A version that was deleted from the store has no tags."""
-        return {alias: self.versions.get(number, Version(number, {})) for alias, number in self.aliases.items()}
-
-    def check(self, alias: str) -> None:
-        """Raise UserError if an alias points at a version that does not exist: no other alias can be set to it."""
-        number = self.aliases.get(alias)
-        if number is not None and number not in self.versions:
-            raise UserError(
-                f"the alias {alias} of {self.name} points at version {number}, which does not exist; delete the alias in MLflow"
-            )
+        """Alias -> version, as servers read it."""
+        return {alias: self.versions[number] for alias, number in self.aliases.items()}
 
     def left(self, workload: str) -> set[str]:
         """Return the versions that a route left because they broke."""

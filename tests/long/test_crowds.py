@@ -131,10 +131,10 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
         try:
             engines_in(work, store).promote(last.candidates, "tiny")
         except GateRefusal as error:
-            if "rolled back" not in str(error) and "no candidate" not in str(error):
+            if not any(reason in str(error) for reason in ("rolled back", "no candidate", "another command moved it")):
                 raise
     elif kind == "rollback":
-        with suppress(UserError):  # there may be no previous champion
+        with suppress(UserError, GateRefusal):  # there may be no previous champion, or another command moves it
             engines_in(work, open_tracking(work, uri)).rollback()
     return []
 

@@ -159,7 +159,8 @@ class MemoryRegistry:
     def read(self) -> RegisteredModel:
         versions = {number: Version(number, dict(tags), "run") for number, tags in self.versions.items()}
         left = {f"{LEFT}{workload}": ",".join(numbers) for workload, numbers in self.routes_left.items()}
-        return RegisteredModel("kvgate-tiny", versions, dict(self.aliases), left)
+        aliases = {alias: number for alias, number in self.aliases.items() if number in versions}
+        return RegisteredModel("kvgate-tiny", versions, aliases, left)
 
     def set_alias(self, alias: str, version: str | None) -> None:
         if version is None:
@@ -175,4 +176,4 @@ class MemoryRegistry:
         assert len(self.versions[version]) <= 6
 
     def set_left(self, workload: str, versions: set[str]) -> None:
-        self.routes_left[workload] = versions
+        self.routes_left[workload] = set(versions)

@@ -83,7 +83,7 @@ def test_a_killed_rollback_never_restores_the_bad_champion(registry: Dying) -> N
         if left["champion"] == "2":
             registry.engines().rollback()
         else:
-            with pytest.raises(UserError, match="no previous champion to return to"):
+            with pytest.raises(UserError, match="champion cannot go back"):
                 registry.engines().rollback()
         assert registry.aliases["champion"] == "1"
         assert "rolled_back_at" in registry.versions["2"]
