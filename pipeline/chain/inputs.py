@@ -135,7 +135,7 @@ def _refuse_longer(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
 
 def _check_work(config: Config) -> None:
     if config.facts.recorded:
-        check_workdir(config.work, config.workdir, writes=not config.dry)
+        check_workdir(config.work, config.workdir)
         summary.load(config.work)
     else:
         check_contents(config.work, config.workdir)

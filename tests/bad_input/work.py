@@ -17,7 +17,7 @@ def read_only(path: Path) -> None:
 
 WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("a file", "work", text("work", ""), 2, ("is not a directory",)),
-    ("read-only", "work", place("work", read_only), 4, ("Permission denied",)),
+    ("read-only", "work", place("work", read_only), 4, ("cannot be written to",)),
     ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
     ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "not a directory")),
     ("summaries is a file", "work", text("work/summaries", ""), 2, ("summaries", "not a directory")),
