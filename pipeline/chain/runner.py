@@ -69,13 +69,10 @@ def run(planned: Plan, sweep: str) -> int:
         Exception: A defect.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
-    jobs = JobRunner(sweep, planned.names, planned.arguments or (), sweeping, concurrent=planned.launcher != BASIC)
+    command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
+    jobs = JobRunner(sweep, planned.names, planned.arguments or (), command, sweeping, planned.launcher != BASIC)
     with holding(config):  # held between the jobs of a sweep too
         start(planned)
-        previous = None
-        if config.facts.judges:  # recorded before any job starts, because jobs may run in other processes
-            command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
-            previous = summary.begin(config.work, sweep, planned.names, command=command)
         code, step = 0, None
         try:
             if sweeping:
@@ -84,21 +81,18 @@ def run(planned: Plan, sweep: str) -> int:
                 jobs.run(0, config)
         except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
             with warn_on_error("the interruption is not recorded"):
-                _conclude(planned, sweep, INTERRUPTED)
+                _conclude(planned, jobs, INTERRUPTED)
             raise KeyboardInterrupt from error
-        except LauncherRefusal:
-            if config.facts.judges:
-                with warn_on_error(f"{summary.FILE} of the last command is not restored"):
-                    summary.forget(config.work, sweep, previous)
+        except LauncherRefusal:  # no job has started
             raise
         except Exception as error:  # from the only job, or from the launcher
             if sweeping:
                 console.ended_by(error)
-                return _conclude(planned, sweep, exit_code(error))
+                return _conclude(planned, jobs, exit_code(error))
             with warn_on_error("the end of the command is not recorded"):
-                _conclude(planned, sweep, exit_code(error), jobs.advice(config, error))
+                _conclude(planned, jobs, exit_code(error), jobs.advice(config, error))
             raise
-        return _conclude(planned, sweep, code, step)
+        return _conclude(planned, jobs, code, step)
 
 
 @dataclass(frozen=True)
@@ -141,6 +135,8 @@ class JobRunner:
     """Display names of all jobs."""
     arguments: tuple[str, ...]
     """The arguments of the command, which a next command repeats."""
+    command: str | None = None
+    """The command line; None if kvgate was called from Python."""
     sweeping: bool = True
     concurrent: bool = True
     """Whether a launcher runs the jobs."""
@@ -159,12 +155,18 @@ class JobRunner:
         """Return the place of a job, by its number from 0."""
         return console.JobPlace(config.stage, self.names[number], number + 1, len(self.names), self.concurrent)
 
+    def begin(self, config: Config) -> None:
+        """Record the sweep in its summary if the command judges."""
+        if config.facts.judges:
+            summary.begin(config.work, self.sweep, self.names, self.command)
+
     def run(self, number: int, config: Config) -> None:
         """Announce and run a job, and record its exit code if it judges. A killed promotion is an unfinished job."""
         code, label = 0, self.names[number]
         console.begin(self.place(number, config), config.model.path if config.facts.makes or config.facts.plans else None)
         try:
             with holding(config), required_libraries():
+                self.begin(config)  # not before, because a launcher may refuse its keys
                 run = Run(config, self.sweep, label, self.arguments)
                 ACTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
@@ -204,7 +206,7 @@ def _promote_passing(run: Run) -> None:
         serving.promote_from(run, last)
 
 
-def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None) -> int:
+def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None = None) -> int:
     """Show the results of a command with the next step, and return the command's exit code.
 
     `code` is the worst exit code of the jobs, or of the error that ended the command early. `step` is the next step after an
@@ -215,7 +217,8 @@ def _conclude(planned: Plan, sweep: str, code: int, step: NextStep | None = None
     """
     config = planned.jobs[0]
     if config.facts.judges:
-        return _conclude_verdicts(planned, summary.load(config.work, sweep), code, step)
+        jobs.begin(config)  # an error may have come before any job
+        return _conclude_verdicts(planned, summary.load(config.work, jobs.sweep), code, step)
     if code == 0:
         step = next_steps.after_stage(config.facts, planned.arguments or (), sweep=planned.sweeping)
     next_steps.show(step)

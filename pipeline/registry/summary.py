@@ -134,32 +134,10 @@ def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
     return _update(workdir, sweep, lambda old: old.model_copy(update=values))
 
 
-def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary | None:
-    """Record the beginning of a sweep that judges, with the display names of its jobs: jobs that never end are noticed.
-
-    Return the summary that `summary.json` had before, for `forget`; None if there was no file.
-    """
-    previous: list[Summary | None] = []
-
-    def change(old: Summary) -> Summary:
-        previous.append(_read(workdir, FILE))  # under the lock, since another command may be writing it
-        about = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
-        return old.model_copy(update=about)
-
-    _update(workdir, sweep, change)
-    return previous[0]
-
-
-def forget(workdir: Path, sweep: str, previous: Summary | None) -> None:
-    """Remove the summary of a sweep that started no job, and restore the summary that `begin` returned."""
-    with locked(workdir / f".{FILE}.lock", FILE):
-        (workdir / FOLDER / f"{sweep}.json").unlink()
-        if load(workdir).sweep != sweep:  # another command has written it since
-            return
-        if previous is None:
-            (workdir / FILE).unlink()
-        else:
-            write_atomically(workdir / FILE, previous.model_dump_json(indent=2) + "\n")
+def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary:
+    """Record the display names of a sweep's jobs, so that jobs that never end are noticed. The first job to start does it."""
+    about = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
+    return _update(workdir, sweep, lambda old: old if old.names else old.model_copy(update=about))
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:

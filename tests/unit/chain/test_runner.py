@@ -10,6 +10,7 @@ from helpers.registry.candidates import judged_candidate
 from pipeline.chain import actions, runner, serving
 from pipeline.chain.dry import preview
 from pipeline.chain.job_run import Run
+from pipeline.chain.launching import LauncherRefusal
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.stages import STAGES
@@ -126,6 +127,18 @@ def test_a_sweep_without_candidates_ends_with_advice(
     assert said.index("Next: ") > said.index("job int4")
     assert ("copy-1: asked" in said.partition("job int4")[2]) == (not judged)
     assert page.exists() == judged
+
+
+def test_a_refused_launcher_leaves_the_last_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise LauncherRefusal("hydra/launcher=joblib: n_jobs == 0")
+
+    summary.begin(tmp_path, "1", ["fp8"])
+    monkeypatch.setattr(runner, "launch", refuse)
+    given = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8", "hydra/launcher=joblib"]
+    with pytest.raises(LauncherRefusal):
+        runner.run(plan(given, multirun=True), "2")
+    assert (summary.load(tmp_path).sweep, summary.sweeps(tmp_path)) == ("1", ["1"])
 
 
 def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
