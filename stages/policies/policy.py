@@ -111,12 +111,13 @@ class Window(StrictModel):
 
 
 class Eviction(StrictModel):
-    """Eviction of all pages but the first `sink_tokens` and the last `window_tokens`, in all layers.
+    """Eviction of all tokens but the first `sink_tokens` and the last `window_tokens`, in all layers.
 
     Without sinks this is a sliding window; with sinks it is StreamingLLM's cache (arXiv 2309.17453). Both work in whole pages:
-    a page is kept while any of its tokens is among the last `window_tokens`. Tokens keep the rotary positions at which they
-    were stored, whereas StreamingLLM renumbers them by their index in the cache. Pages are evicted when tokens are appended,
-    so the tokens of a prefill chunk attend to all earlier tokens of the chunk, even if the chunk exceeds the window.
+    a page is kept while any of its tokens is among the last `window_tokens`. The sinks' pages stay allocated; once the last of
+    them has left the window, attention ignores its other tokens. Tokens keep the rotary positions at which they were stored,
+    whereas StreamingLLM renumbers them by their index in the cache. Tokens are evicted when others are appended, so the tokens
+    of a prefill chunk attend to all earlier tokens of the chunk, even if the chunk exceeds the window.
 
     With `heavy_tokens` this is H2O's cache (arXiv 2306.14048). Then each layer and KV head evicts single tokens of its own
     choice, which a page table cannot represent.
@@ -124,10 +125,20 @@ class Eviction(StrictModel):
 
     window_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
     """Latest tokens that are kept, a multiple of 64 (whole pages)."""
-    sink_tokens: Annotated[int, Field(ge=0, le=1 << 16, multiple_of=PAGE_TOKENS)] = 0
-    """First tokens that are kept, a multiple of 64 (whole pages)."""
+    sink_tokens: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    """First tokens that are kept, any number. Their memory is counted in whole pages."""
     heavy_tokens: Annotated[int, Field(ge=0, le=1 << 20, multiple_of=PAGE_TOKENS)] = 0
     """Number of tokens before the window that each layer and KV head keeps: those with the most attention."""
+
+    @property
+    def gap(self) -> range:
+        """The tokens after the sinks in the sinks' last page. They keep their memory, but attention ignores them in the end."""
+        return range(self.sink_tokens, whole_pages(self.sink_tokens))
+
+    @property
+    def gap_length(self) -> int:
+        """The number of tokens in the cache from which attention ignores `gap`: its page has then left the window."""
+        return self.gap.stop + self.window_tokens
 
 
 class LayerOverride(StrictModel):
@@ -193,7 +204,7 @@ class KVPolicy(StrictModel):
         if self.sink_tokens > sinks:
             raise ValueError(
                 f"eviction.sink_tokens={sinks} keeps fewer than the sink_tokens={self.sink_tokens} that stay exact: set at "
-                f"least {whole_pages(self.sink_tokens)}"
+                f"least {self.sink_tokens}"
             )
         if self.recent_tokens and PAGE_TOKENS % self.recent_tokens:
             # The buffer slot of an exact token is computed from its index among the kept tokens.
@@ -244,7 +255,7 @@ class KVPolicy(StrictModel):
 
     @property
     def sink_pages(self) -> int:
-        return 0 if self.eviction is None else self.eviction.sink_tokens // PAGE_TOKENS
+        return 0 if self.eviction is None else page_count(self.eviction.sink_tokens)
 
     def latest_tokens(self, shape: KVShape) -> int | None:
         """Return how many of the latest tokens keep their pages, apart from the sinks; None if all tokens do.
@@ -265,14 +276,17 @@ class KVPolicy(StrictModel):
         return range(sinks, sinks if latest is None else max(sinks, first_recent_page(length, latest)))
 
     def kept_tokens(self, length: int, shape: KVShape) -> int:
-        """Return how many tokens the cache holds of a sequence of `length` tokens."""
+        """Return how many tokens of a sequence of `length` tokens attention may still read."""
         if self.eviction is not None and self.eviction.heavy_tokens:
-            return min(length, self.eviction.heavy_tokens + self.eviction.window_tokens)
-        return length - PAGE_TOKENS * len(self.evicted_pages(length, shape))
+            return min(length, self.eviction.sink_tokens + self.eviction.heavy_tokens + self.eviction.window_tokens)
+        hidden = 0 if self.eviction is None or length < self.eviction.gap_length else len(self.eviction.gap)
+        return length - PAGE_TOKENS * len(self.evicted_pages(length, shape)) - hidden
 
     def kept_pages(self, length: int, shape: KVShape) -> int:
         """Return how many pages of the pool a sequence of `length` tokens holds."""
-        return page_count(self.kept_tokens(length, shape))
+        if self.eviction is not None and self.eviction.heavy_tokens:
+            return page_count(self.kept_tokens(length, shape))
+        return page_count(length) - len(self.evicted_pages(length, shape))
 
     @property
     def takes_effect(self) -> dict[str, int]:
@@ -283,8 +297,9 @@ class KVPolicy(StrictModel):
         if self.window is not None:
             tokens["kv.window.tokens"] = self.window.tokens + PAGE_TOKENS
         if self.eviction is not None:
-            max_tokens = self.eviction.sink_tokens + self.eviction.heavy_tokens + self.eviction.window_tokens
-            tokens["kv.eviction.window_tokens"] = max_tokens + (1 if self.eviction.heavy_tokens else PAGE_TOKENS)
+            sinks, heavy = self.eviction.sink_tokens, self.eviction.heavy_tokens
+            kept = sinks + heavy + 1 if heavy else (sinks // PAGE_TOKENS + 1) * PAGE_TOKENS
+            tokens["kv.eviction.window_tokens"] = self.eviction.window_tokens + kept
         return tokens
 
     def check_shape(self, shape: KVShape) -> None:

@@ -25,7 +25,7 @@ from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec, read_scores, read_values
 from stages.policies.onnx_body import Body
-from stages.policies.policy import PAGE_TOKENS, SIDES, KVPolicy, Side
+from stages.policies.policy import PAGE_TOKENS, SIDES, Eviction, KVPolicy, Side
 
 MASKED = {"float32": -1e30, "float16": -6e4}
 """Score of a masked position: exp underflows to 0, and unlike -inf it never results in NaN."""
@@ -190,11 +190,22 @@ def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
     masks = []
     for positions, limit in regions:
         mask = body.op("Less", positions, limit)
+        if spec.policy.eviction is not None and spec.policy.eviction.gap:
+            mask = body.op("And", mask, _beyond_gap(body, spec.policy.eviction, positions))
         if spec.policy.sink_tokens:
             after_sinks = body.op("GreaterOrEqual", positions, body.const(spec.policy.sink_tokens, "int32"))
             mask = body.op("And", mask, after_sinks)
         masks.append(_not_before(body, mask, positions, low))
     return masks
+
+
+def _beyond_gap(body: Body, eviction: Eviction, positions: str) -> str:
+    """Return the mask of the positions outside the eviction's gap; all positions while the gap is in the window."""
+    gap = eviction.gap
+    sink = body.op("Less", positions, body.const(gap.start, "int32"))
+    later = body.op("GreaterOrEqual", positions, body.const(gap.stop, "int32"))
+    short = body.op("Less", _per_sequence(body, "lengths"), body.const(eviction.gap_length, "int32"))
+    return body.op("Or", body.op("Or", sink, later), short)
 
 
 def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:

@@ -88,7 +88,8 @@ def _refusal(spec: AttentionSpec) -> str | None:
 def attributes(spec: AttentionSpec) -> dict[str, Any]:
     """Return the operator's attributes in the format that `create` in operator.c reads."""
     place = {name: number for number, name in enumerate(spec.inputs)}
-    info, policy = spec.info, spec.policy
+    info, policy, eviction = spec.info, spec.policy, spec.policy.eviction
+    gap = (0, 0) if eviction is None or not eviction.gap else (eviction.gap.start, eviction.gap_length)
     exact = (FP16.native[0], 0, 0, 0, 1, 1, 0)
     sides: dict[Side, list[int | None]] = {side: [ABSENT] * 8 for side in Side}
     for side, codec in spec.sides.items():
@@ -105,6 +106,7 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
             policy.sink_tokens,
             policy.recent_tokens,
             spec.window or 0,
+            *gap,
         ],
         "tables": [place.get(name, ABSENT) for name in TABLES],
         **{str(side): numbers for side, numbers in sides.items()},

@@ -101,9 +101,9 @@ COMBINED = [
              overrides=(LayerOverride(layers=(0,), key=fmt("fp8_e5m2", "per_head")),
                         LayerOverride(layers=(1,), key=FP16, value=fmt("int8", "per_token", symmetric=False)))),
     KVPolicy(name="sliding", key=FP16, value=FP16, eviction=Eviction(window_tokens=64)),
-    KVPolicy(name="streaming", key=FP8, value=int4_groups(64), eviction=Eviction(window_tokens=128, sink_tokens=64)),
+    KVPolicy(name="streaming", key=FP8, value=int4_groups(64), eviction=Eviction(window_tokens=128, sink_tokens=5)),
     KVPolicy(name="evicted_ages", key=INT4_G32_ASYM_HADAMARD, value=INT4, sink_tokens=4, recent_tokens=32,
-             window=Window(tokens=64, value=FP8), eviction=Eviction(window_tokens=64, sink_tokens=64)),
+             window=Window(tokens=64, value=FP8), eviction=Eviction(window_tokens=64, sink_tokens=4)),
 ]  # fmt: skip
 
 EVERY_POLICY = [*SHIPPED, *COMBINED]

@@ -15,6 +15,7 @@ EXACT = KVPolicy(name="exact", key=FP16, value=FP16, sink_tokens=2, recent_token
 LAST_64 = Window(tokens=64, value=FP16)
 WINDOW = KVPolicy(name="window", key=FP16, value=FP16, window=LAST_64)
 STREAMING = KVPolicy(name="streaming", key=FP16, value=FP16, eviction=Eviction(window_tokens=128, sink_tokens=64))
+FEW_SINKS = KVPolicy(name="few_sinks", key=FP16, value=FP16, eviction=Eviction(window_tokens=128, sink_tokens=70))
 SLIDING = KVPolicy(name="sliding", key=FP16, value=FP16, eviction=Eviction(window_tokens=128))
 
 
@@ -126,15 +127,15 @@ def test_a_fork_copies_only_pages_that_will_be_written(policy: KVPolicy) -> None
 def kept_positions(policy: KVPolicy, length: int) -> list[int]:
     """Apply the rule token by token. Without an eviction, the sliding layer that sees farthest decides."""
     latest, sinks = (70, 0) if policy.eviction is None else (policy.eviction.window_tokens, policy.eviction.sink_tokens)
-    first = max(0, length - latest) // 64 * 64
-    return [position for position in range(length) if position < sinks or position >= first]
+    first, sink_pages = max(0, length - latest) // 64, -(-sinks // 64)
+    return [position for position in range(length) if position // 64 < sink_pages or position // 64 >= first]
 
 
 @pytest.mark.parametrize("chunks", [[1] * 500, [63, 1, 65, 128, 43, 200], [10, 480, 10]])
 @pytest.mark.parametrize(
     ("policy", "shape"),
-    [(STREAMING, SHAPE), (SLIDING, SHAPE), (FP16_POLICY, replace(SHAPE, windows=(5, 70)))],
-    ids=["streaming", "sliding", "sliding layers"],
+    [(STREAMING, SHAPE), (FEW_SINKS, SHAPE), (SLIDING, SHAPE), (FP16_POLICY, replace(SHAPE, windows=(5, 70)))],
+    ids=["streaming", "few sinks", "sliding", "sliding layers"],
 )
 def test_page_tables_list_kept_pages_and_lengths_their_tokens(policy: KVPolicy, shape: KVShape, chunks: list[int]) -> None:
     pool = PagedPool(policy, shape, 16)

@@ -118,8 +118,9 @@ POLICIES = [
     KVPolicy(name="nothing_left", key=INT4, value=INT4, sink_tokens=300, recent_tokens=300, window=Window(tokens=64, key=FP16)),
     KVPolicy(name="sliding", key=INT4, value=INT4, eviction=Eviction(window_tokens=64)),
     KVPolicy(name="streaming", key=INT4, value=INT4, eviction=Eviction(window_tokens=128, sink_tokens=64)),
+    KVPolicy(name="few_sinks", key=INT4, value=INT4, eviction=Eviction(window_tokens=64, sink_tokens=70)),
     KVPolicy(name="all_at_once", key=INT4, value=INT4, sink_tokens=4, recent_tokens=32, window=Window(tokens=64, key=FP16),
-             eviction=Eviction(window_tokens=64, sink_tokens=64)),
+             eviction=Eviction(window_tokens=64, sink_tokens=4)),
 ]  # fmt: skip
 SPANS = [
     [Span(0, 200, 0)],
@@ -129,8 +130,16 @@ SPANS = [
     [Span(0, 1, 0), Span(1, 300, None)],
 ]
 
-SLIDES = (None, 7, 70, 1, None, 1000, 70, None, 7)
+SLIDES = (None, 7, 70, 1, None, 1000, 70, None, None, 7)
 """Sliding windows of a policy's layers."""
+
+
+def evicts(policy: KVPolicy, start: int, position: int) -> bool:
+    """Return whether the position is neither a sink nor on a page that begins to leave the window after `start` tokens."""
+    if policy.eviction is None:
+        return False
+    latest = max(0, start - policy.eviction.window_tokens) // PAGE_TOKENS * PAGE_TOKENS
+    return policy.eviction.sink_tokens <= position < latest
 
 
 def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row: int, position: int) -> str:
@@ -138,7 +147,7 @@ def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row:
     if position > row:
         return UNSEEN
     beyond = slide is not None and position <= row - slide  # as in transformers.masking_utils.sliding_window_overlay
-    if beyond or (position < start and position // PAGE_TOKENS in policy.evicted_pages(start, SHAPE)):
+    if beyond or (position < start and evicts(policy, start, position)):
         return "evicted"
     if position >= start:
         return "chunk"

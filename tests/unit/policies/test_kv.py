@@ -62,6 +62,14 @@ def test_an_evicting_sequence_costs_only_its_kept_pages() -> None:
     assert HEAVY_HITTERS.sequence_bytes(LLAMA_8B, 131_072) == 512 * 128 * KIB
 
 
+def test_a_few_sinks_take_a_whole_page_but_only_they_stay_live() -> None:
+    policy = SHIPPED["fp8"].model_copy(update={"eviction": Eviction(window_tokens=128, sink_tokens=4)})
+    assert policy.takes_effect == {"kv.eviction.window_tokens": 192}
+    lengths = (191, 192, 255, 256)
+    assert [policy.kept_tokens(length, LLAMA_8B) for length in lengths] == [191, 132, 195, 132]
+    assert [policy.kept_pages(length, LLAMA_8B) for length in lengths] == [3, 3, 4, 3]
+
+
 HEAVY_HITTERS = KVPolicy(
     name="h2o", key=FP16_POLICY.key, value=FP16_POLICY.value, eviction=Eviction(window_tokens=256, heavy_tokens=256)
 )
@@ -121,13 +129,13 @@ TWICE = {"layers": [1], "key": FP16_POLICY.key}
     ("fields", "message"),
     [
         (HEAVY | {"sink_tokens": 4}, r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"),
-        ({"sink_tokens": 4, "eviction": {"window_tokens": 64}}, r"eviction\.sink_tokens=0 keeps fewer .* set at least 64"),
+        ({"sink_tokens": 4, "eviction": {"window_tokens": 64}}, r"eviction\.sink_tokens=0 keeps fewer .* set at least 4"),
         ({"recent_tokens": 48, "eviction": {"window_tokens": 64}}, r"recent_tokens=48 must divide a page of 64 tokens"),
         (
             {"window": {"tokens": 128, "key": FP16_POLICY.key}, "eviction": {"window_tokens": 64}},
             r"window\.tokens=128 must be at most eviction\.window_tokens=64",
         ),
-        ({"eviction": {"window_tokens": 64, "sink_tokens": 4}}, "multiple of 64"),
+        ({"eviction": {"window_tokens": 65}}, "multiple of 64"),
         *(({"window": {"tokens": tokens, "key": FP16_POLICY.key}}, r"window\.tokens") for tokens in (0, 100)),
         ({"window": {"tokens": 64}}, "key and value are both null"),
         ({"overrides": [{"layers": [0]}]}, "key and value are both null"),

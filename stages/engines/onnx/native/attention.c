@@ -25,8 +25,9 @@ typedef struct {
 typedef struct {
   const OrtApi *api;
   int windowed, half;
-  int head_dim, group, kv_heads, sink, recent; /* attribute `sizes`, together with sliding_window */
+  int head_dim, group, kv_heads, sink, recent; /* attribute `sizes`, with the next three */
   int sliding_window; /* in tokens, including the new one; 0: none */
+  int gap, gap_length; /* from gap_length cached tokens on, tokens from gap to its page's end are evicted; 0: none */
   float scaling, softcap; /* scores become softcap * tanh(score / softcap); 0: no softcap */
   /* Attribute `tables`: indices of inputs; -1: absent. */
   int page_table, lengths, window_base_table, window_table, window_starts, exact_slots, sinks;
@@ -157,6 +158,7 @@ typedef struct {
   const Store *keys, *values;
   const int32_t *key_table, *value_table; /* NULL for exact copies: one block per row and head */
   int first, last;
+  int gap; /* from this token to the end of its page, tokens are evicted; 0: none */
 } Region;
 
 enum { BEFORE, INSIDE, EXACT, REGIONS };
@@ -181,6 +183,7 @@ static Region find_region(const Call *call, int row, int number, int step) {
     region.keys = &call->stores[KEY], region.values = &call->stores[VALUE];
     region.key_table = region.value_table = call->page_table + (size_t)row * call->pages;
     region.first = low, region.last = end < start ? end : start;
+    if (layer->gap_length && length >= layer->gap_length) region.gap = layer->gap;
   } else if (layer->windowed) {
     const int32_t *base = call->window_base_table + (size_t)row * call->window_pages;
     const int32_t *copy = call->window_table + (size_t)row * call->window_pages;
@@ -190,6 +193,12 @@ static Region find_region(const Call *call, int row, int number, int step) {
     region.first = larger(low - start, 0), region.last = end - start;
   }
   return region;
+}
+
+/* Return the end of a region's valid tokens in one of its pages, counted from the start of the page. */
+INLINE int last_of_page(const Region *region, int page) {
+  if (region->gap && page == region->gap / PAGE) return region->gap % PAGE;
+  return region->last - page * PAGE < PAGE ? region->last - page * PAGE : PAGE;
 }
 
 /* Return whether new token `step` reads an exact slot. Recent slot i holds the newest cached token whose position modulo
@@ -213,8 +222,7 @@ INLINE size_t scale_page_bytes(const Side *side) { return (size_t)PAGE * side->g
 static void view_page(const Call *call, const Unit *unit, const Region *region, int page, PageView *view) {
   const Layer *layer = call->layer;
   const Store *keys = region->keys, *values = region->values;
-  int first = region->first - page * PAGE, last = region->last - page * PAGE;
-  view->first = first > 0 ? first : 0, view->last = last < PAGE ? last : PAGE, view->rows = PAGE;
+  view->first = larger(region->first - page * PAGE, 0), view->last = last_of_page(region, page), view->rows = PAGE;
   if (!region->key_table) {
     int tokens = layer->sink + layer->recent;
     size_t row = ((size_t)call->exact_slots[unit->row] * layer->kv_heads + unit->head) * tokens + page * PAGE;
@@ -249,6 +257,7 @@ static void attend_unit(void *argument, size_t number) {
   for (int page = unit->page; page < unit->page + unit->pages; page++) {
     PageView view = {0};
     view_page(call, unit, &region, page, &view);
+    if (view.first >= view.last) continue;
     stored_floats(key_side->kind, view.key_scales, key_side->groups, scales);
     if (key_side->asymmetric) stored_floats(key_side->kind, view.key_zeros, key_side->groups, zeros);
     SCORES[key_side->kind][by_vector(key_side)](view.keys, &view, key_side->groups, scales, zeros, query, scores);

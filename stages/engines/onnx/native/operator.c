@@ -236,7 +236,7 @@ static const OrtCustomOp FLOAT_OPERATOR = OPERATOR(name_float, float_type);
 static const OrtCustomOp HALF_OPERATOR = OPERATOR(name_half, half_type);
 
 /* `create` reads the numbers of an attribute into consecutive fields. */
-_Static_assert(offsetof(Layer, sliding_window) == offsetof(Layer, head_dim) + 5 * sizeof(int), "`sizes`: 6 consecutive fields");
+_Static_assert(offsetof(Layer, gap_length) == offsetof(Layer, head_dim) + 7 * sizeof(int), "`sizes`: 8 consecutive fields");
 _Static_assert(offsetof(Layer, sinks) == offsetof(Layer, page_table) + 6 * sizeof(int), "`tables`: 7 consecutive fields");
 _Static_assert(sizeof(Side) == 8 * sizeof(int), "a side has 8 fields");
 
@@ -246,7 +246,7 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
   layer->api = api, layer->half = op == &HALF_OPERATOR;
   OrtStatus *status = ORT_FLOAT_ATTRIBUTE(api)(info, "scaling", &layer->scaling);
   if (!status) status = ORT_FLOAT_ATTRIBUTE(api)(info, "softcap", &layer->softcap);
-  if (!status) status = integers(api, info, "sizes", 6, &layer->head_dim);
+  if (!status) status = integers(api, info, "sizes", 8, &layer->head_dim);
   if (!status) status = integers(api, info, "tables", 7, &layer->page_table);
   for (int i = 0; i < SIDES && !status; i++) status = integers(api, info, SIDE_NAMES[i], 8, (int *)&layer->sides[i]);
   if (!status && (layer->head_dim != HEAD_DIM || layer->group != GROUP))

@@ -132,13 +132,12 @@ INLINE void matrix_product(int rows, int vectors, int inner, const float *a, int
 static void find_span(const Call *call, const Unit *unit, int start, int step, PageView *span) {
   const Layer *layer = call->layer;
   Region region = {0};
-  if (unit) {
+  int page = unit ? unit->page : start / PAGE;
+  if (unit)
     region = find_region(call, unit->row, unit->region, step);
-    start = unit->page * PAGE;
-  } else {
+  else
     region.first = first_token(layer, step), region.last = step + 1;
-  }
-  span->first = larger(region.first - start, 0), span->last = region.last - start < PAGE ? region.last - start : PAGE;
+  span->first = larger(region.first - page * PAGE, 0), span->last = last_of_page(&region, page);
 }
 
 /* Add a block to the partial results of a unit's queries: GROUP for each of `count` new tokens from `first` on. */
