@@ -18,7 +18,7 @@ from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
-from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
+from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond_vocabulary
 from stages.core.errors import Refusal, UserError, short
 from stages.core.records import Sample
 from stages.engines.backend import Job
@@ -94,10 +94,10 @@ def _check_model(config: Config, opened: set[Path]) -> None:
             from stages.engines.reference.device import reference_device
 
             reference_device(config.reference.device, 0)
-        from stages.checkpoints.intake.opening import check_opens
+        from stages.checkpoints.intake.opening import check_loadable
 
         if checkpoint.path not in opened:
-            check_opens(checkpoint)
+            check_loadable(checkpoint)
             opened.add(checkpoint.path)
         speculation = config.workloads.speculation
         if speculation is not None and speculation.draft is not None:
@@ -202,7 +202,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
     from stages.evaluate.inputs.samples import load_samples
 
     samples = load_samples(config.workloads.model_copy(update={"lengths": []}))  # `_check_lengths` checks long documents
-    for token in tokens_beyond(checkpoint) if checkpoint.path.is_dir() else ():
+    for token in tokens_beyond_vocabulary(checkpoint) if checkpoint.path.is_dir() else ():
         for sample in samples:
             if any(token in text for text in (sample.prompt, sample.reference, *(content for _, content in sample.messages))):
                 raise UserError(
@@ -222,7 +222,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
 
 def check_draft(path: str, target: Path) -> None:
     """Check that a draft checkpoint can be read and has the tokens of a target, whose tokenizer opens."""
-    from stages.checkpoints.intake.opening import check_opens
+    from stages.checkpoints.intake.opening import check_loadable
     from stages.checkpoints.loading import expected_tensors
 
     key = "workloads.speculation.draft="
@@ -235,7 +235,7 @@ def check_draft(path: str, target: Path) -> None:
             raise UserError(f"{key}{path}: its weights are quantized; give the unquantized checkpoint")
         check_tokenizer(drafter)
         check_weights(drafter, expected_tensors)
-        check_opens(drafter)
+        check_loadable(drafter)
     except Refusal as error:
         raise type(error)(str(error).replace("model.path=", key)) from None
     expected, unused = _vocabulary(target)

@@ -30,7 +30,7 @@ from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding, RegisteredEngine
 from pipeline.registry.tracking import Version
 from pipeline.store.store import MANIFEST, read_manifest
-from stages.checkpoints.files import END_FILES, TOKENIZER_FILES
+from stages.checkpoints.files import FILES_WITH_END_TOKENS, TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
@@ -72,7 +72,7 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
         except UserError as error:  # `_check_files` also reports its digest
             return [*findings, Finding("engine: bundle.json", "differs", f"cannot be read ({error})")]
         altered = {finding.name for finding in engine_findings if finding.status != "same"}
-        if not altered & {f"engine: {name}" for name in (*END_FILES, *TOKENIZER_FILES)}:
+        if not altered & {f"engine: {name}" for name in (*FILES_WITH_END_TOKENS, *TOKENIZER_FILES)}:
             findings.append(_check_samples(evidence, engine, report))
     return [*findings, _check_verdict(evidence, report)]
 

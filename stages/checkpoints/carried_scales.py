@@ -1,4 +1,4 @@
-"""The scales of keys and values that a checkpoint carries. Only scale tensors are loaded."""
+"""The scales of keys and values in a checkpoint. Only scale tensors are loaded."""
 
 import math
 import re
@@ -32,7 +32,7 @@ class ScaleTensor:
     within: str
     """Name within the layer."""
     letter: str
-    """k, v or kv: the sides that its name ends with."""
+    """k, v or kv, as in the end of the name."""
     values: tuple[float, ...]
 
     @property
@@ -43,13 +43,13 @@ class ScaleTensor:
 
 
 def scale_tensors(path: Path) -> Iterator[ScaleTensor]:
-    """Yield the scales in all safetensors files of a directory.
+    """Yield the scale tensors in all safetensors files of a directory.
 
     Raises:
         UserError: A file cannot be read, or a tensor with such a name does not hold scales.
     """
     for file in sorted(path.glob("*.safetensors")):
-        yield from _of_file(path, file.name)
+        yield from _file_scales(path, file.name)
 
 
 def scales_by_layer(tensors: Iterable[ScaleTensor], layers: int) -> list[Scales]:
@@ -61,14 +61,14 @@ def scales_by_layer(tensors: Iterable[ScaleTensor], layers: int) -> list[Scales]
     return carried
 
 
-def _of_file(path: Path, file: str) -> Iterator[ScaleTensor]:
+def _file_scales(path: Path, file: str) -> Iterator[ScaleTensor]:
     try:
         with safe_open(path / file, framework="numpy") as stored:
             for name, match in ((name, SCALE.fullmatch(name)) for name in stored.keys()):  # noqa: SIM118  (not a mapping)
                 if match is None:
                     continue
-                about = stored.get_slice(name)
-                dtype, shape = about.get_dtype(), about.get_shape()
+                tensor = stored.get_slice(name)
+                dtype, shape = tensor.get_dtype(), tensor.get_shape()
                 if dtype not in FLOATS or not 0 < math.prod(shape) <= MAX_NUMBERS:
                     raise refusal(path, f"{file}: {name} is {dtype} of shape {shape}, which is not a scale; correct it")
                 values = tuple(map(float, stored.get_tensor(name).flat))

@@ -1,4 +1,4 @@
-"""The model of a Hugging Face checkpoint, from a checked config.json."""
+"""Reads and checks the config.json of a Hugging Face checkpoint, and describes its model."""
 
 import os
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, o
 from stages.checkpoints.files import (
     GENERATION,
     check_file,
-    named_ends,
+    end_tokens,
     read_json,
     refusal,
     tokenizer_files,
     weight_files,
-    wrong,
+    wrong_value,
 )
 from stages.checkpoints.quantized import Quantized, read_quantized
 from stages.checkpoints.rope import is_number, read_rope
-from stages.checkpoints.unread_keys import refuse_misspelt
+from stages.checkpoints.unread_keys import refuse_misspelled
 from stages.checkpoints.windows import layer_windows
 from stages.core.errors import UserError, short
 from stages.policies.formats import WeightsFormat
@@ -32,23 +32,23 @@ ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_t
 """Activation functions of transformers that decoders use."""
 
 MAX_LAYERS = 4096
-"""Maximum layers or experts, far above any model."""
-LARGEST = 1 << 30
-"""Maximum of any other size, far above any model."""
+"""Maximum number of layers or of experts, far above any model's."""
+MAX_SIZE = 1 << 30
+"""Maximum of any other size, far above any model's."""
 
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
 SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
 NO_SHARED_EXPERT = ("shared_expert_intermediate_size", 0)
-"""How models without a shared expert, such as Qwen3-Coder, are published."""
+"""Key and value in config.json of models without a shared expert, such as Qwen3-Coder."""
 
 MODELOPT_FILE = "hf_quant_config.json"
-"""File of older ModelOpt versions; newer versions also write its content into config.json as quantization_config."""
+"""ModelOpt's file for a checkpoint. Newer versions also write its content into config.json as quantization_config."""
 
 ADAPTER = "adapter_config.json"
 """File of a LoRA adapter, which transformers would apply to the weights if PEFT is installed."""
 
-NOT_READ = ("num_labels", "id2label", "label2id", "return_dict", "use_return_dict", "torchscript")
-"""Keys of classifiers, which transformers would expand into tables, and the form in which transformers returns its results."""
+IGNORED_KEYS = ("num_labels", "id2label", "label2id", "return_dict", "use_return_dict", "torchscript")
+"""Keys of config.json that do not affect the model: tables of a classifier's labels, and the form of transformers' results."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CheckpointInfo:
     other_files: tuple[str, ...]
     """config.json and the existing files of generation, quantization, the shard index and the tokenizer."""
     quantized: Quantized | None = None
-    """Storage format of quantized weights; None if the weights are plain numbers."""
+    """Storage format of quantized weights; None if the weights are not quantized."""
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
@@ -90,14 +90,14 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     for name in (*weights, *other_files):
         check_file(path, name)
     info = describe_checkpoint(path, config, weights, other_files)
-    named_ends(path, info.vocab_size)
+    end_tokens(path, info.vocab_size)
     return info
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config."""
     config = model_keys(read_json(path, "config.json"))
-    older = config.pop("compression_config", None)  # the older name, which vLLM still reads
+    older = config.pop("compression_config", None)  # older name of quantization_config, which vLLM still reads
     if older is not None and config.get("quantization_config") is None:
         config["quantization_config"] = older
     if "quantization_config" not in config and (path / MODELOPT_FILE).is_file():
@@ -107,20 +107,20 @@ def read_config(path: Path) -> dict[str, Any]:
         config["quantization_config"] = declared
     for key in OTHER_INPUTS:
         if config.get(key) is not None:
-            raise refusal(path, f"config.json: {key}: a model that also takes pictures or sound; save its language model alone")
+            raise refusal(path, f"config.json: {key}: a model that also takes images or audio; save only its language model")
     nested = config.get("text_config")
     if nested is not None and "num_hidden_layers" in config:
-        raise refusal(path, "config.json: text_config and the level above it both describe the decoder; keep one of them")
+        raise refusal(path, "config.json: both text_config and the top level describe the decoder; keep one of them")
     if not isinstance(nested, dict):
         return config
-    beside = {key: config[key] for key in ("architectures", "dtype", "torch_dtype", "quantization_config") if key in config}
-    return {**beside, **nested}
+    outer = {key: config[key] for key in ("architectures", "dtype", "torch_dtype", "quantization_config") if key in config}
+    return {**outer, **nested}
 
 
 def model_keys(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json without keys that do not describe the model."""
+    """Return the content of a config.json without the keys that do not affect the model."""
     # Keys with _implementation may name a kernel on a hub, which is code.
-    return {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
+    return {key: value for key, value in content.items() if "_implementation" not in key and key not in IGNORED_KEYS}
 
 
 def describe_checkpoint(
@@ -130,8 +130,8 @@ def describe_checkpoint(
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
-    refuse_misspelt(path, config, OPTIONAL)
-    config = family.completed(config)
+    refuse_misspelled(path, config, OPTIONAL)
+    config = family.with_defaults(config)
     _check_values(path, config)
     experts_sizes = [key for key in SIZES_OF_EXPERTS if key in config and (key, config[key]) != NO_SHARED_EXPERT]
     for key in ("hidden_size", "intermediate_size", *experts_sizes):
@@ -144,12 +144,12 @@ def describe_checkpoint(
     if rotated is not None and not (
         isinstance(rotated, list) and len(rotated) == shape.layers and all(number in (0, 1) for number in rotated)
     ):
-        raise wrong(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
+        raise wrong_value(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
     rope = read_rope(path, config)
     vocab_size = integer(path, config, "vocab_size")
     for key in TOKENS:
         if not all(number < vocab_size for number in _numbers(config.get(key))):
-            raise wrong(path, config, key, f"one of the {vocab_size:,} tokens")
+            raise wrong_value(path, config, key, f"one of the {vocab_size:,} tokens")
     return CheckpointInfo(
         path=path,
         architecture=architecture,
@@ -167,7 +167,7 @@ def describe_checkpoint(
 
 
 def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
-    """Return the shape of the cache of a decoder of any family, and the number of query heads per layer.
+    """Return the cache shape of a decoder of any family, and the number of query heads per layer.
 
     Args:
         path: Path of the checkpoint, for errors.
@@ -178,8 +178,8 @@ def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
     if config.get("head_dim") is not None:
         head_dim = integer(path, config, "head_dim")
     else:
-        head_dim, rest = divmod(integer(path, config, "hidden_size"), q_heads)
-        if rest:
+        head_dim, remainder = divmod(integer(path, config, "hidden_size"), q_heads)
+        if remainder:
             raise refusal(path, f"config.json has no head_dim, and {q_heads} heads do not divide hidden_size; add head_dim")
     if q_heads % kv_heads:
         raise refusal(path, f"num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
@@ -192,7 +192,7 @@ def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
 def _architecture(path: Path, config: dict[str, Any]) -> str:
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1:
-        raise wrong(path, config, "architectures", "a list of one class")
+        raise wrong_value(path, config, "architectures", "a list of one class")
     architecture = str(classes[0])[:100]
     other = other_cache(config)
     if other is not None:
@@ -201,7 +201,7 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
         raise refusal(path, f"{short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
     # transformers selects the class by model_type only.
     if config.get("model_type") != ARCHITECTURES[architecture]:
-        raise wrong(path, config, "model_type", f"{ARCHITECTURES[architecture]} for {architecture}")
+        raise wrong_value(path, config, "model_type", f"{ARCHITECTURES[architecture]} for {architecture}")
     return architecture
 
 
@@ -210,9 +210,9 @@ def integer(path: Path, config: dict[str, Any], key: str, default: int | None = 
     value = config.get(key)
     if value is None and default is not None:
         return default
-    maximum = MAX_LAYERS if key in COUNTS else LARGEST
+    maximum = MAX_LAYERS if key in COUNTS else MAX_SIZE
     if type(value) is not int or not 0 < value <= maximum:
-        raise wrong(path, config, key, f"a positive integer, at most {maximum:,}")
+        raise wrong_value(path, config, key, f"a positive integer, at most {maximum:,}")
     return value
 
 
@@ -225,7 +225,7 @@ def _numbers(tokens: object) -> list[Any]:
 
 
 def _is_token(value: object) -> bool:
-    return all(type(number) is int and -1 <= number < LARGEST for number in _numbers(value))
+    return all(type(number) is int and -1 <= number < MAX_SIZE for number in _numbers(value))
 
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -266,34 +266,31 @@ OPTIONAL = {key for keys, *_ in VALUE_RULES for key in keys} | {
 
 
 def _check_values(path: Path, config: dict[str, Any]) -> None:
-    for keys, needed, holds in VALUE_RULES:
+    for keys, expected, is_valid in VALUE_RULES:
         for key in keys:
-            if key in config and not holds(config[key]):
-                raise wrong(path, config, key, needed)
-    for one, other in (("torch_dtype", "dtype"), ("hidden_act", "hidden_activation")):
-        old, new = config.get(one), config.get(other)
+            if key in config and not is_valid(config[key]):
+                raise wrong_value(path, config, key, expected)
+    for old_key, new_key in (("torch_dtype", "dtype"), ("hidden_act", "hidden_activation")):
+        old, new = config.get(old_key), config.get(new_key)
         if old is not None and new is not None and old != new:
-            raise refusal(path, f"config.json: {one}={old} contradicts {other}={new}; keep the one of the weights")
+            raise refusal(path, f"config.json: {old_key}={old} contradicts {new_key}={new}; keep the one of the weights")
 
 
 def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
     """Raise UserError if the weights are quantized already, or if ModelOpt's exports of the family are untested."""
     if weights != "none" and info.quantized is not None:
         raise UserError(f"weights.format={weights}: the weights are {info.quantized.title} already; set weights=none")
-    if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].rounded:
-        raise UserError(
-            f"weights.format={weights}: no test shows that ModelOpt's exports of {info.architecture} hold the weights "
-            "that it quantized; set weights=none"
-        )
+    if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].quantizable:
+        raise UserError(f"weights.format={weights}: ModelOpt's exports of {info.architecture} are not tested; set weights=none")
 
 
 def refuse_other_attention(info: CheckpointInfo, reason: str) -> None:
-    """Raise UserError for a model with sliding windows or attention features, on a backend that lacks them (`reason`)."""
-    slid = [window for window in info.shape.windows if window is not None]
-    if slid:
+    """Raise UserError for a model with sliding windows or attention features. `reason`: why the backend lacks them."""
+    windows = [window for window in info.shape.windows if window is not None]
+    if windows:
         raise UserError(
-            f"model.path={info.path}: config.json: {len(slid)} of {info.shape.layers} layers attend to their last {max(slid)} "
-            f"tokens alone: {reason}; use backend=onnxruntime, or set sliding_window to null if no sequence gets longer"
+            f"model.path={info.path}: config.json: {len(windows)} of {info.shape.layers} layers attend only to their last "
+            f"{max(windows)} tokens: {reason}; use backend=onnxruntime, or set sliding_window=null if no sequence gets longer"
         )
     if info.features:
         raise UserError(

@@ -1,6 +1,6 @@
-"""Limits of ModelOpt's official exports: the KV policies and models that they can declare. ModelOpt is not imported.
+"""Limits of ModelOpt's official exports: the KV policies and models that they can describe. ModelOpt is not imported.
 
-The quantize stage skips an export that would be wrong. A backend that is built from an export refuses such a policy early.
+The quantize stage does not write an export that would be wrong. A backend that needs this export refuses the policy.
 """
 
 from stages.checkpoints.description import CheckpointInfo
@@ -9,7 +9,7 @@ from stages.policies.policy import KVPolicy
 
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
-"""Cache algorithms that the exports can declare: one for keys and values, with one scale per layer."""
+"""Cache algorithms that each export can declare: one for all keys and values, with a scale per layer."""
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
@@ -19,19 +19,19 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
         policy: Formats of the stored keys and values.
         algorithms: Cache algorithms that the export can declare, for example UNIFIED_HF_KV.
     """
-    reason = beyond_one_format(policy)
+    reason = single_format_refusal(policy)
     if reason is not None:
         return reason
     if policy.key.dtype == "fp16" or algorithm(policy.key) in algorithms:
         return None
     if policy.key.code.modelopt_name and not policy.key.code.modelopt_export:
-        problem = "ModelOpt writes amax / 448 as the scale of a layer, where its quantizer takes amax / 2688: a factor of 6"
+        problem = "ModelOpt writes amax / 448 as the layer scale, but its quantizer uses amax / 2688: a factor of 6"
     else:
         problem = "the export has no name for this format and would refuse, drop or mislabel it"
     return f"{describe_format(policy.key)} keys and values: {problem}"
 
 
-def beyond_one_format(policy: KVPolicy) -> str | None:
+def single_format_refusal(policy: KVPolicy) -> str | None:
     """Return why a cache with a single format for all keys, values and tokens cannot hold a policy; None if it can."""
     if policy.exact_tokens:
         return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens are not supported by this engine"
@@ -47,8 +47,8 @@ def beyond_one_format(policy: KVPolicy) -> str | None:
     return None
 
 
-def holder(policy: KVPolicy) -> str:
-    """Return the settings of a backend that supports a policy which another backend refuses. It needs no GPU."""
+def supporting_backend(policy: KVPolicy) -> str:
+    """Return the settings of a backend without a GPU that supports the policy, for the error message of another backend."""
     heavy = policy.eviction is not None and policy.eviction.heavy_tokens
     reference = heavy or any(form.code.reference_only for _, form in policy.formats)
     return "backend=torch backend.device=cpu" if reference else "backend=onnxruntime"
@@ -57,7 +57,7 @@ def holder(policy: KVPolicy) -> str:
 def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
     """Return why ModelOpt's checkpoint for TensorRT-LLM would not describe this model; None if it does."""
     if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
-        return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
+        return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 requires; use the unified export"
     if info.shape.windows:
         return "sliding-window layers: no test covers them in this export"
     if info.rope_scaling is not None:
@@ -74,5 +74,5 @@ def algorithm(form: Format) -> str | None:
 def describe_format(form: Format) -> str:
     """Return a description of a format, for example `fp8_e4m3 per_tensor`."""
     rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
-    whose = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
-    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}{whose}"
+    library = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
+    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}{library}"

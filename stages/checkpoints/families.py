@@ -12,16 +12,16 @@ NO_ROPE_INTERVAL = 4
 """transformers' default of no_rope_layer_interval."""
 
 Slides = Callable[[Mapping[str, Any], int], bool]
-"""Function (config, layer) -> whether the layer slides if layer_types is missing."""
+"""Function (config, layer) -> whether the layer has a sliding window if layer_types is missing."""
 
 
-def _but_every(period: int) -> Slides:
-    """Return the rule that all layers slide except every `period`-th layer."""
+def _all_but_every(period: int) -> Slides:
+    """Return the rule that every layer has a sliding window except each `period`-th one."""
     return lambda config, layer: bool((layer + 1) % int(config.get("sliding_window_pattern") or period))
 
 
-def _later(config: Mapping[str, Any], layer: int) -> bool:
-    """Return whether a layer slides: all layers from max_window_layers on do."""
+def _from_max_window_layers(config: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer has a sliding window: the layers from max_window_layers on do."""
     return layer >= int(config["max_window_layers"])
 
 
@@ -46,19 +46,19 @@ class Family:
     windows: Literal["none", "every", "listed"] = "none"
     """Layers with a sliding window: none, all if sliding_window is set, or the layers listed in layer_types."""
     slides: Slides = lambda *_: True
-    """Rule for the sliding layers of a `listed` family if layer_types is missing."""
+    """Rule that replaces layer_types in a `listed` family if it is missing."""
     uses_flag: bool = False
-    """Whether layers slide only if use_sliding_window is true."""
+    """Whether sliding windows also need use_sliding_window=true."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults for missing keys of config.json; only for keys that are read here."""
+    """transformers' defaults for missing keys of config.json, limited to the keys that kvgate reads."""
     features: tuple[str, ...] = ()
     """Attention features other than windows: a key of config.json, or a name if all models of the family have the feature."""
     local_base: str | None = None
     """Key of config.json for the rotary base of sliding layers, in families whose layer types differ in their rotation."""
-    rounded: bool = False
-    """Whether weights.format may differ from none: the linear layers are LINEARS, and ModelOpt's exports support the family."""
+    quantizable: bool = False
+    """Whether kvgate can quantize the weights: the linear layers are LINEARS, and ModelOpt's exports support the family."""
 
-    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of config.json with the defaults of missing keys."""
         return {**self.defaults, **config}
 
@@ -68,13 +68,24 @@ _QWEN_MOE: Mapping[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
 SOFTCAP, SINKS = "attn_logit_softcapping", "sinks"
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", rounded=True),
-    "mistral": Family("MistralForCausalLM", "every", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, rounded=True),
-    "qwen2": Family("Qwen2ForCausalLM", "listed", _later, uses_flag=True, defaults=_QWEN, rounded=True),
-    "qwen3": Family("Qwen3ForCausalLM", "listed", _later, uses_flag=True, defaults={**_QWEN, "head_dim": 128}, rounded=True),
+    "llama": Family("LlamaForCausalLM", quantizable=True),
+    "mistral": Family(
+        "MistralForCausalLM", "every", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, quantizable=True
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", "listed", _from_max_window_layers, uses_flag=True, defaults=_QWEN, quantizable=True),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "listed",
+        _from_max_window_layers,
+        uses_flag=True,
+        defaults={**_QWEN, "head_dim": 128},
+        quantizable=True,
+    ),
     "phi3": Family("Phi3ForCausalLM", "every"),
     "olmo2": Family("Olmo2ForCausalLM"),
-    "olmo3": Family("Olmo3ForCausalLM", "listed", _but_every(4), defaults={"sliding_window": 4096}, local_base="rope_theta"),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", "listed", _all_but_every(4), defaults={"sliding_window": 4096}, local_base="rope_theta"
+    ),
     "granite": Family("GraniteForCausalLM"),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -99,21 +110,21 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         "Gemma2ForCausalLM",
         "listed",
-        _but_every(2),
+        _all_but_every(2),
         defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, SOFTCAP: 50.0},
         features=(SOFTCAP,),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         "listed",
-        _but_every(6),
+        _all_but_every(6),
         defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
         local_base="rope_local_base_freq",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         "listed",
-        _but_every(2),
+        _all_but_every(2),
         defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
         features=(SINKS,),
     ),
@@ -123,9 +134,9 @@ FAMILIES: dict[str, Family] = {
 ARCHITECTURES = {family.architecture: kind for kind, family in FAMILIES.items()}
 """Class -> the model_type that makes transformers load it."""
 
-STATE = "some layers keep a state of constant size in place of keys and values"
+STATE = "some layers keep a state of constant size instead of keys and values"
 OTHER_CACHES = {
-    "kv_lora_rank": "a token has one latent vector for all heads (MLA), no keys and values that a kv policy could format",
+    "kv_lora_rank": "a token has one latent vector for all heads (MLA) instead of keys and values",
     **dict.fromkeys(
         (
             "attn_layer_period",
@@ -138,20 +149,20 @@ OTHER_CACHES = {
         ),
         STATE,
     ),
-    "num_kv_shared_layers": "some layers use the keys and values of others",
+    "num_kv_shared_layers": "some layers use the keys and values of other layers",
     "cross_attention_layers": "some layers keep keys and values of another input",
     "is_encoder_decoder": "a decoder layer also keeps keys and values of the encoder",
     "block_configs": "layers have shapes of their own",
-    "use_bidirectional_attention": "tokens attend to later ones, as in an encoder, which no cache of earlier tokens serves",
+    "use_bidirectional_attention": "tokens attend to later tokens, as in an encoder, so earlier tokens cannot be cached",
 }
-"""Keys of config.json of models whose caches kvgate cannot describe -> the reason."""
+"""Key in config.json of a model whose cache kvgate does not support -> the reason."""
 
 OTHER_INPUTS = ("vision_config", "audio_config")
 """Keys of config.json of models that also take images or audio."""
 
 
 def other_cache(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the key of config.json that marks an unsupported kind of cache, and the reason; None without such a key."""
+    """Return (key of config.json, reason) if the model's cache is not supported, otherwise None."""
     return next(((key, reason) for key, reason in OTHER_CACHES.items() if config.get(key)), None)
 
 

@@ -34,9 +34,9 @@ def refusal(path: Path, problem: str) -> UserError:
     return UserError(f"model.path={path}: {problem}")
 
 
-def wrong(path: Path, config: dict[str, Any], key: str, needed: str) -> UserError:
+def wrong_value(path: Path, config: dict[str, Any], key: str, expected: str) -> UserError:
     """Return the error for a wrong value in config.json."""
-    return refusal(path, f"config.json: {key} must be {needed}, got {short(repr(config.get(key)), 40)}")
+    return refusal(path, f"config.json: {key} must be {expected}, got {short(repr(config.get(key)), 40)}")
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         content = parse_json(read_file(path / name, MAX_JSON_BYTES))
     except Unreadable as error:
         if not os.path.lexists(path / name) and os.access(path, os.X_OK):
-            raise refusal(path, f"not a Hugging Face checkpoint, {name} is missing; give the directory of one") from None
+            raise refusal(path, f"not a Hugging Face checkpoint: {name} is missing; give a checkpoint's directory") from None
         raise refusal(path, f"{name} {error}") from None
     if not isinstance(content, dict):
         raise refusal(path, f"{name} must hold a JSON object; correct it")
@@ -62,7 +62,7 @@ def tokenizer_files(path: Path) -> tuple[str, ...]:
         return names
     if "tokenizer.model" in names:
         raise UserError(
-            f"model.path={path}: tokenizer.model alone needs sentencepiece, which kvgate does not use; where it is installed, "
+            f"model.path={path}: tokenizer.model needs sentencepiece, which kvgate does not use; where it is installed, "
             "convert with AutoTokenizer.from_pretrained(path).save_pretrained(path), which writes tokenizer.json"
         )
     raise UserError(
@@ -91,7 +91,7 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable() or len(name) > 255:
             raise refusal(
-                path, f"{INDEX} names {short(name)}, which is not a safetensors file beside it; download the index again"
+                path, f"{INDEX} names {short(name)}, which is not a safetensors file in its folder; download the index again"
             )
         if not os.path.lexists(path / name):
             raise refusal(path, f"{INDEX} names {name}, which is missing; download it")
@@ -99,9 +99,9 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def check_file(path: Path, name: str) -> None:
-    """Refuse all but a file, or a link to one of the same directory or model: opening a pipe would block."""
+    """Raise UserError unless `name` is a file, or a link to a file of the same checkpoint. Opening a pipe would block."""
     if not (path / name).is_file():
-        raise refusal(path, f"{name} is not a file, or is a link without a target; put the file there")
+        raise refusal(path, f"{name} is not a file, or is a broken link; put the file there")
     root, target = path.resolve(), (path / name).resolve()
     repository = cached_repository(root)
     blobs = root if repository is None else repository / "blobs"
@@ -110,7 +110,7 @@ def check_file(path: Path, name: str) -> None:
 
 
 def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Return the byte offset of a safetensors file's numbers, and its header. The header must have passed the checks before."""
+    """Return the byte offset of a safetensors file's data, and its header, which `check_weights` must have checked before."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header: dict[str, Any] = json.loads(stream.read(length))
@@ -118,12 +118,12 @@ def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 GENERATION = "generation_config.json"
-END_FILES = (GENERATION, "config.json")
+FILES_WITH_END_TOKENS = (GENERATION, "config.json")
 KEY = "eos_token_id"
-LARGEST = 1 << 31
+MAX_TOKENS = 1 << 31
 
 
-def named_ends(directory: Path, vocab_size: int = LARGEST) -> tuple[int, ...]:
+def end_tokens(directory: Path, vocab_size: int = MAX_TOKENS) -> tuple[int, ...]:
     """Return the `eos_token_id` tokens of generation_config.json and config.json. Each file may name one token or a list.
 
     Chat models name several tokens: the end of a text and the end of a turn. Negative ids, which some files use for "none",
@@ -133,7 +133,7 @@ def named_ends(directory: Path, vocab_size: int = LARGEST) -> tuple[int, ...]:
         UserError: A file is not a JSON object, or an `eos_token_id` is not a token below `vocab_size`.
     """
     ends: list[int] = []
-    for name in END_FILES:
+    for name in FILES_WITH_END_TOKENS:
         content = read_json(directory, name) if os.path.lexists(directory / name) else {}
         nested = content.get("text_config")
         for value in (content.get(KEY), nested.get(KEY) if isinstance(nested, dict) else None):
@@ -147,6 +147,6 @@ def named_ends(directory: Path, vocab_size: int = LARGEST) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in ends if token >= 0))
 
 
-def write_ends(ends: Sequence[int], directory: Path) -> None:
+def write_end_tokens(ends: Sequence[int], directory: Path) -> None:
     """Write a generation_config.json with the tokens that end an answer."""
     (directory / GENERATION).write_text(json.dumps({KEY: list(ends)}) + "\n", encoding="utf-8")

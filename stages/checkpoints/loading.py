@@ -36,7 +36,7 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
     quiet()
     info = inspect_checkpoint(directory)
     load: Any = AutoModelForCausalLM.from_pretrained
-    with _staged(directory, info.other_files, info.weight_files) as staged:
+    with _loadable_copy(directory, info.other_files, info.weight_files) as staged:
         config = compose_rope(directory, read_config(directory))
         (staged / "config.json").write_text(json.dumps(config), encoding="utf-8")
         if INDEX in info.other_files:  # transformers needs its metadata, and ignores the content
@@ -59,9 +59,9 @@ Tensors = dict[str, tuple[int, ...]]
 
 
 def expected_tensors(path: Path, config: dict[str, Any], frequencies: Mapping[str, Any] | None = None) -> Tensors:
-    """Return the names and shapes of the tensors that transformers would save for a model with this configuration.
+    """Return the tensors that transformers would save for a model with this configuration.
 
-    `config` is the content of config.json, `frequencies` are the rotary frequencies among the weights. The model is built on
+    `config` is the content of config.json; `frequencies` are the rotary frequencies in the weight files. The model is built on
     the meta device. The first call imports torch and transformers, which takes 3 s.
     """
     import torch
@@ -73,8 +73,8 @@ def expected_tensors(path: Path, config: dict[str, Any], frequencies: Mapping[st
     logging.set_verbosity_error()
     try:
         with torch.device("meta"):
-            described: Any = AutoConfig.for_model
-            built: Any = AutoModelForCausalLM.from_config(described(**compose_rope(path, config)))
+            config_for_model: Any = AutoConfig.for_model
+            built: Any = AutoModelForCausalLM.from_config(config_for_model(**compose_rope(path, config)))
         # transformers 5 stacks the experts' weights in memory but saves them one by one.
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
         check_rotary(path, config, built, frequencies)
@@ -93,17 +93,17 @@ def expected_tensors(path: Path, config: dict[str, Any], frequencies: Mapping[st
     return {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
 
 
-def _check_windows(path: Path, config: dict[str, Any], read: Any) -> None:
-    """Refuse a config.json of which transformers reads other sliding layers, for example by another pattern."""
-    applied = [kind == SLIDING for kind in getattr(read, "layer_types", None) or ()]
-    completed = FAMILIES[read.model_type].completed(config)
+def _check_windows(path: Path, config: dict[str, Any], loaded: Any) -> None:
+    """Raise UserError if transformers' configuration `loaded` has other sliding layers than config.json describes."""
+    applied = [kind == SLIDING for kind in getattr(loaded, "layer_types", None) or ()]
+    completed = FAMILIES[loaded.model_type].with_defaults(config)
     stated = [window is not None for window in layer_windows(path, completed, len(applied))]
     if applied != stated:
         key = next((key for key in PATTERNS if key in config), "layer_types")
         raise refusal(
             path,
-            f"config.json: {key}={short(config.get(key))} is not read in a model of type {read.model_type}, where other layers "
-            "slide; leave it out, and name the layers in layer_types",
+            f"config.json: {key}={short(config.get(key))} is not read in a model of type {loaded.model_type}, where "
+            "other layers slide; remove it, and name the layers in layer_types",
         )
 
 
@@ -117,7 +117,9 @@ def load_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained
-    with _staged(directory, [name for name in ("config.json", *TOKENIZER_FILES) if (directory / name).is_file()]) as staged:
+    with _loadable_copy(
+        directory, [name for name in ("config.json", *TOKENIZER_FILES) if (directory / name).is_file()]
+    ) as staged:
         return load(staged, local_files_only=True, trust_remote_code=False)
 
 
@@ -127,16 +129,16 @@ def _without_torch() -> Iterator[None]:
     reader = "transformers.modeling_gguf_pytorch_utils"
     stand_in: Any = ModuleType(reader)
     stand_in.load_gguf_checkpoint = None
-    mine = sys.modules.setdefault(reader, stand_in) is stand_in
+    replaced = sys.modules.setdefault(reader, stand_in) is stand_in
     try:
         yield
     finally:
-        if mine:
+        if replaced:
             del sys.modules[reader]
 
 
 @contextmanager
-def _staged(directory: Path, copied: Sequence[str], linked: Sequence[str] = ()) -> Iterator[Path]:
+def _loadable_copy(directory: Path, copied: Sequence[str], linked: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a temporary folder with copies of a directory's small files and links to its large ones."""
     with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
         for name in copied:

@@ -1,4 +1,4 @@
-"""Location and short name of the checkpoint that `model.path` names."""
+"""Resolves `model.path` to the directory or file of a checkpoint, and to its short name."""
 
 import importlib.util
 import re
@@ -43,19 +43,19 @@ def locate_checkpoint(path: str) -> Path:
         return local
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
     if ".." in PurePath(folder).parts:
-        raise UserError(f"model.path={short(path)}: leaves its package; give a checkpoint's directory")
+        raise UserError(f"model.path={short(path)}: points outside its package; give a checkpoint's directory")
     if module == SHIPPED:
         return Path(__file__).parents[2].joinpath(*SHIPPED.split("."), folder)
     if module not in PACKAGES:
         names = f"{SHIPPED}, {', '.join(PACKAGES)}"
-        raise UserError(f"model.path={short(path)}: of packages only {names} have a checkpoint; give a checkpoint's directory")
-    place = _place(module)
+        raise UserError(f"model.path={short(path)}: only the packages {names} have a checkpoint; give a checkpoint's directory")
+    place = _package_folder(module)
     if place is None:
         raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")
     return place / folder
 
 
-def _place(module: str) -> Path | None:
+def _package_folder(module: str) -> Path | None:
     spec = importlib.util.find_spec(module)  # does not import a top-level package
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 

@@ -24,9 +24,9 @@ class Layout:
 
     weight: str
     """Name of the part with the codes."""
-    needed: tuple[str, ...]
+    required: tuple[str, ...]
     """Names of the parts that are required to dequantize the codes."""
-    others: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     """Names of the optional parts."""
     packed: bool = False
     """Whether one int32 holds the codes of several columns."""
@@ -38,8 +38,8 @@ class Layout:
         plain = plain[::-1] if self.transposed else plain
         if not self.packed or len(stored) != 2 or len(plain) != 2:
             return 8 if stored == plain else None
-        bits, rest = divmod(32 * stored[1], plain[1])
-        return bits if stored[0] == plain[0] and not rest and bits in (4, 8) else None
+        bits, remainder = divmod(32 * stored[1], plain[1])
+        return bits if stored[0] == plain[0] and not remainder and bits in (4, 8) else None
 
 
 _STATIC = ("input_scale", "input_zero_point", "output_scale", "input_global_scale")
@@ -49,7 +49,7 @@ AWQ = Layout("qweight", ("scales", "qzeros"), packed=True, transposed=True)
 
 Inputs = Literal["exact", "int8_token", "other"]
 INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-ROUNDED = "kvgate_int8_inputs"
+INT8_INPUTS_KEY = "kvgate_int8_inputs"
 """Key in the config.json of dequantized weights that lists the linear layers with INT8 inputs (one scale per token)."""
 
 Allowed = Mapping[str, tuple[object, ...]]
@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[tuple[Layout, ...], Allowed]] = {
     "awq": ((AWQ,), {"bits": (4,), "version": ("gemm", "GEMM")}),
 }
 """quant_method -> the layouts of its weights, and the supported values of its keys."""
-GROUP: Allowed = {
+GROUP_VALUES: Allowed = {
     "format": ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
     "weights.type": ("int", "float"),
     "weights.num_bits": (4, 8),
@@ -83,17 +83,17 @@ class Quantized:
 
     @property
     def other_than_modelopt(self) -> str | None:
-        """Reason not to give these weights to TensorRT-LLM; None for weights in the form of ModelOpt's exports."""
+        """Why ModelOpt's exports cannot express these weights; None if they can."""
         return None if self.method == "modelopt" else f"weights in the form of {self.title}, which ModelOpt does not export"
 
     def layout(self, layer: str, names: Mapping[str, object]) -> Layout | None:
         """Return the layout of a linear layer's weight, given the names of all tensors; None if it is not quantized."""
         for layout in self.layouts:
-            if all(f"{layer}.{part}" in names for part in (layout.weight, *layout.needed)):
+            if all(f"{layer}.{part}" in names for part in (layout.weight, *layout.required)):
                 return layout
         return None
 
-    def plain(self, shapes: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Iterator[tuple[str, str, Shape]]:
+    def plain_tensors(self, shapes: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Iterator[tuple[str, str, Shape]]:
         """Yield, for each tensor on disk, its name, the name of the weight and the shape of the weight.
 
         Scales are left out. If a tensor's shape cannot hold the expected weight, the tensor's own shape is yielded.
@@ -107,20 +107,20 @@ class Quantized:
             elif part == layout.weight:
                 weight = expected.get(f"{layer}.weight", ())
                 yield name, f"{layer}.weight", weight if layout.bits(shape, weight) else shape
-            elif part not in (*layout.needed, *layout.others) and not CACHE_SCALE.fullmatch(name):
+            elif part not in (*layout.required, *layout.optional) and not CACHE_SCALE.fullmatch(name):
                 yield name, name, shape
 
 
 def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
-    """Return the storage format that the quantization_config of a config.json declares; None without quantization_config."""
+    """Return the storage format that quantization_config declares; None if config.json has no quantization_config."""
     declared = config.get("quantization_config")
     if declared is None:
         return None
     if not isinstance(declared, dict):
-        raise _unknown(path, "", declared, ("an object",))
+        raise _unsupported(path, "", declared, ("an object",))
     method = str(declared.get("quant_method"))
     if method not in METHODS:
-        raise _unknown(path, ".quant_method", declared.get("quant_method"), tuple(METHODS))
+        raise _unsupported(path, ".quant_method", declared.get("quant_method"), tuple(METHODS))
     layouts, allowed = METHODS[method]
     inputs: Inputs
     _check(path, "", declared, allowed)
@@ -134,15 +134,15 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
         if weights is None:  # the group only concerns attention
             continue
         if not isinstance(weights, dict):
-            raise _unknown(path, f".config_groups.{name}", group, ("an object",))
+            raise _unsupported(path, f".config_groups.{name}", group, ("an object",))
         form = group.get("format") or declared.get("format")
-        read = {"format": form, **{f"weights.{key}": value for key, value in weights.items()}}
-        _check(path, f".config_groups.{name}", read, GROUP)
+        settings = {"format": form, **{f"weights.{key}": value for key, value in weights.items()}}
+        _check(path, f".config_groups.{name}", settings, GROUP_VALUES)
         forms[str(form)] = None
-        rounded = group.get("input_activations") or {}
-        as_int8 = isinstance(rounded, dict) and all(rounded.get(key) == value for key, value in INT8_TOKEN.items())
-        input_kinds.add("int8_token" if as_int8 else "other" if rounded else "exact")
-    title = f"{method} {' and '.join(forms)}" if forms else f"{method}, scales of the cache alone"
+        activations = group.get("input_activations") or {}
+        int8 = isinstance(activations, dict) and all(activations.get(key) == value for key, value in INT8_TOKEN.items())
+        input_kinds.add("int8_token" if int8 else "other" if activations else "exact")
+    title = f"{method} {' and '.join(forms)}" if forms else f"{method}, only cache scales"
     inputs = "other" if len(input_kinds) > 1 else next(iter(input_kinds), "exact")
     return Quantized(method, title, layouts, inputs)
 
@@ -150,10 +150,10 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
 def _check(path: Path, where: str, declared: Mapping[str, Any], allowed: Allowed) -> None:
     for key, values in allowed.items():
         if not any(declared.get(key) == value and type(declared.get(key)) is type(value) for value in values):
-            raise _unknown(path, f"{where}.{key}", declared.get(key), tuple(value for value in values if value is not None))
+            raise _unsupported(path, f"{where}.{key}", declared.get(key), tuple(value for value in values if value is not None))
 
 
-def _unknown(path: Path, where: str, got: object, choices: tuple[object, ...]) -> UserError:
+def _unsupported(path: Path, where: str, got: object, choices: tuple[object, ...]) -> UserError:
     return refusal(
         path,
         f"config.json: quantization_config{short(where)}={short(repr(got), 40)}: kvgate reads {', '.join(map(str, choices))}; "

@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from stages.checkpoints.families import FAMILIES
-from stages.checkpoints.files import refusal, wrong
+from stages.checkpoints.files import refusal, wrong_value
 from stages.core.errors import short
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported rotary embeddings. Their frequencies do not depend on the current length, so a graph stores them as constants."""
 
-ROPE_NEEDS = {
+REQUIRED_PARAMETERS = {
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Kind of rotary scaling -> its required parameters."""
-ROPE_READS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
+OPTIONAL_PARAMETERS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 """Kind of rotary scaling -> its optional parameters."""
-MOST = 1e12
+MAX_VALUE = 1e12
 ROPE_TEXTS = ("rope_type", "type")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-BESIDE = ("rope_theta", "partial_rotary_factor")
-"""Keys that transformers 4 writes at the top level, not into rope_scaling."""
-HARMLESS = (*BESIDE, *ROPE_TEXTS, "original_max_position_embeddings", "finetuned")
+TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Keys that transformers 4 writes at the top level of config.json, not into rope_scaling."""
+COMMON_KEYS = (*TOP_LEVEL_KEYS, *ROPE_TEXTS, "original_max_position_embeddings", "finetuned")
 """Keys that any kind of rotary scaling may have."""
 
 
@@ -40,7 +40,7 @@ class Rope:
     """The rotary embeddings of a config.json."""
 
     layers: Mapping[str | None, dict[str, Any]]
-    """Parameters by layer type; under None if all layers share them. Parameters missing from config.json are absent."""
+    """Layer type -> parameters in config.json; the key is None if all layers share them."""
 
     @property
     def _main(self) -> dict[str, Any]:
@@ -71,21 +71,21 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
         config: Content of config.json.
 
     Raises:
-        UserError: A value has the wrong type, a kind is not supported or lacks a number, two keys contradict each other,
+        UserError: A value has the wrong type, a kind is not supported or lacks a parameter, two keys contradict each other,
             rope_parameters has layer types although the family does not use them, or lacks a layer type of the family.
     """
-    given = config.get("rope_parameters")
-    if given is not None and not isinstance(given, dict):
-        raise wrong(path, dict(config), "rope_parameters", "an object or null")
+    new = config.get("rope_parameters")
+    if new is not None and not isinstance(new, dict):
+        raise wrong_value(path, dict(config), "rope_parameters", "an object or null")
     local = FAMILIES[config["model_type"]].local_base
-    old = _checked(path, "rope_scaling", config.get("rope_scaling"))
-    beside = {key: config[key] for key in BESIDE if config.get(key) is not None}
-    _refuse_contradiction(path, beside, "rope_scaling", old)
-    typed = by_layer_type(given or {})
+    old = _check_parameters(path, "rope_scaling", config.get("rope_scaling"))
+    top_level = {key: config[key] for key in TOP_LEVEL_KEYS if config.get(key) is not None}
+    _refuse_contradiction(path, top_level, "rope_scaling", old)
+    typed = by_layer_type(new or {})
     read: dict[str | None, dict[str, Any]] = {}
     for kind, parameters in typed.items():
         place = "rope_parameters" if kind is None else f"rope_parameters.{kind}"
-        read[kind] = _checked(path, place, parameters)
+        read[kind] = _check_parameters(path, place, parameters)
         keys = (local if kind == SLIDING and local else "rope_theta", "partial_rotary_factor")
         _refuse_contradiction(path, {key: config[key] for key in keys if config.get(key) is not None}, place, read[kind])
         if kind != SLIDING and read[kind]:
@@ -93,18 +93,18 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
     if not read and "rope_scaling" in config:
         old = {"rope_type": "default"} | old
     if local is not None:
-        return Rope(_by_type(path, config, local, old, read))
+        return Rope(_parameters_by_type(path, config, local, old, read))
     if read and None not in read:
         raise refusal(
             path,
-            f"config.json: rope_parameters are given by layer type, where transformers reads none of a {config['model_type']}; "
-            "write the ones that the weights were trained with into rope_parameters itself",
+            f"config.json: rope_parameters has layer types, which transformers does not read for a {config['model_type']}; "
+            "write the parameters that the weights were trained with directly into rope_parameters",
         )
-    stated = beside | read.get(None, old)
+    stated = top_level | read.get(None, old)
     return Rope({None: stated} if stated else {})
 
 
-def _by_type(
+def _parameters_by_type(
     path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], read: Mapping[str | None, dict[str, Any]]
 ) -> dict[str | None, dict[str, Any]]:
     """Return the parameters of a family whose sliding layers have their own rotary embedding, which is plain by default."""
@@ -117,16 +117,14 @@ def _by_type(
     unstated = list[str]()
     for kind, base, scaled in ((FULL, "rope_theta", main), (SLIDING, local, {})):
         theta = config.get(base) or declared.get(base)
-        beside = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
-        stated = {key: value for key, value in beside.items() if value is not None} | (read.get(kind) or scaled)
+        top_level = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
+        stated = {key: value for key, value in top_level.items() if value is not None} | (read.get(kind) or scaled)
         by_layer_type[kind] = {"rope_type": "default"} | stated if stated else {}
         if not by_layer_type[kind] or (read and not read.get(kind) and theta is None):
             unstated.append(kind)
     missing = next((kind for kind in unstated if kind in (config.get("layer_types") or (FULL, SLIDING))), None)
     if missing is not None and (read or any(by_layer_type.values())):
-        raise refusal(
-            path, f"config.json: rope_parameters.{missing} is missing, and its base is unknown; add it with its rope_theta"
-        )
+        raise refusal(path, f"config.json: rope_parameters.{missing} is missing; add it with its rope_theta")
     return {kind: parameters for kind, parameters in by_layer_type.items() if parameters}
 
 
@@ -144,19 +142,19 @@ def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_contradiction(path: Path, stated: Mapping[str, Any], place: str, parameters: Mapping[str, Any]) -> None:
-    """Raise UserError if a `stated` parameter (full name -> value) has another value in `parameters`, found at `place`."""
+    """Raise UserError if a `stated` parameter (full name -> value) has another value in `parameters`, the object at `place`."""
     for name, value in stated.items():
         key = "rope_theta" if name == "rope_local_base_freq" else name.rpartition(".")[2]
-        if parameters and value != parameters.get(key, value if key in BESIDE else None):
+        if parameters and value != parameters.get(key, value if key in TOP_LEVEL_KEYS else None):
             raise refusal(
                 path,
-                f"config.json: {name}={short(value)} contradicts {place}.{key}={short(parameters.get(key))}, and the "
-                "versions of transformers differ in which they read; keep the one that the weights were trained with",
+                f"config.json: {name}={short(value)} contradicts {place}.{key}={short(parameters.get(key))}, and "
+                "versions of transformers read different ones; keep the one that the weights were trained with",
             )
 
 
 def by_layer_type(parameters: Mapping[str, Any]) -> dict[str | None, Any]:
-    """Return rope_parameters by layer type; under None if all layers share them."""
+    """Return layer type -> parameters of rope_parameters; the key is None if all layers share them."""
     typed: dict[str | None, Any] = {key: value for key, value in parameters.items() if key in (FULL, SLIDING) and value}
     # transformers 5.14 adds a rope_theta of null at this level if a model lacks a layer type.
     return typed or ({None: parameters} if parameters else {})
@@ -172,14 +170,14 @@ def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
         return config
     flat = {key: value for key, value in config.items() if key != "rope_parameters"}
     rope = dict(parameters.get(None) or parameters.get(FULL) or parameters.get(SLIDING) or {})
-    flat |= {key: rope.pop(key) for key in BESIDE if rope.get(key) is not None}
+    flat |= {key: rope.pop(key) for key in TOP_LEVEL_KEYS if rope.get(key) is not None}
     flat["rope_scaling"] = None if rope.get("rope_type", rope.get("type", "default")) == "default" else rope
     local = (parameters.get(SLIDING) or {}).get("rope_theta")
     return flat if local in (None, flat.get("rope_theta")) else {**flat, "rope_local_base_freq": local}
 
 
-def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
-    """Check rotary parameters, and return them with their kind under rope_type. Raises UserError."""
+def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, Any]:
+    """Check the rotary parameters at `place`, and return them with rope_type. Raises UserError."""
     if parameters is None or parameters == {}:
         return {}
     if not isinstance(parameters, dict):
@@ -195,18 +193,18 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
         if key not in ROPE_TEXTS and not (value is None or type(value) is bool or is_number(value)):
             raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(value)}")
         plain = value in (None, False) or (key == "factor" and value == 1)
-        if not plain and key not in (*HARMLESS, *ROPE_NEEDS.get(kind, ()), *ROPE_READS.get(kind, ())):
+        if not plain and key not in (*COMMON_KEYS, *REQUIRED_PARAMETERS.get(kind, ()), *OPTIONAL_PARAMETERS.get(kind, ())):
             raise refusal(
                 path,
-                f"config.json: {place}.{short(key)}={short(value)} is not read with rope_type={kind}; give the rope_type that "
-                "the weights were trained with, or leave the key out",
+                f"config.json: {place}.{short(key)}={short(value)} is not read with rope_type={kind}; set the rope_type that "
+                "the weights were trained with, or remove the key",
             )
-    missing = [key for key in ROPE_NEEDS.get(kind, ()) if not parameters.get(key)]
+    missing = [key for key in REQUIRED_PARAMETERS.get(kind, ()) if not parameters.get(key)]
     if missing:
         raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")
     for key in ("rope_theta", "original_max_position_embeddings", "factor"):
         value = parameters.get(key)
-        if value is not None and not is_number(value, 1, MOST):
+        if value is not None and not is_number(value, 1, MAX_VALUE):
             raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(value)}")
     if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         low = short(parameters["low_freq_factor"])

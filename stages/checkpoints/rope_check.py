@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from stages.checkpoints.files import refusal
-from stages.checkpoints.rope import BESIDE, read_rope
+from stages.checkpoints.rope import TOP_LEVEL_KEYS, read_rope
 from stages.core.errors import short
 
-DEFAULTED = (*BESIDE, "original_max_position_embeddings")
-"""Parameters for which a model class may supply a default. It may supply others only if it also supplies `rope_type`."""
+DEFAULTED = (*TOP_LEVEL_KEYS, "original_max_position_embeddings")
+"""Parameters for which a model class may have a default. It may have other defaults only if `rope_type` is its default too."""
 
 
 def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping[str, Any] | None = None) -> None:
@@ -19,7 +19,7 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
         path: Directory of the checkpoint, for errors.
         config: Content of config.json.
         model: The model that transformers built from `config`, on any device.
-        stored: Frequencies by tensor name, which old checkpoints have among the weights and transformers ignores.
+        stored: Frequencies by tensor name; old checkpoints contain them, and transformers ignores them.
 
     Raises:
         UserError: A parameter, a frequency or the attention factor differs.
@@ -40,8 +40,8 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
         ):
             raise refusal(
                 path,
-                f"the weights hold {short(name)} of other rotary frequencies than config.json states; correct rope_theta and "
-                "rope_scaling, or remove the tensor if they are right",
+                f"the rotary frequencies in {short(name)} of the weights differ from config.json; correct rope_theta and "
+                "rope_scaling, or remove the tensor if they are correct",
             )
     for kind, (stated, applied) in by_kind.items():
         prefix = "" if kind is None else f"{kind}_"

@@ -1,4 +1,4 @@
-"""Refuses keys of config.json that the model's class would silently ignore: misspelt keys, and keys of other families.
+"""Refuses keys of config.json that transformers would silently ignore: misspelled keys, and keys of other families.
 
 transformers reads only the keys of the family's configuration class. A model trained with another key would be loaded as
 another model.
@@ -13,7 +13,7 @@ from typing import Any
 
 from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import refusal
-from stages.checkpoints.rope import BESIDE
+from stages.checkpoints.rope import TOP_LEVEL_KEYS
 from stages.checkpoints.windows import PATTERNS
 from stages.core.errors import short
 
@@ -26,55 +26,56 @@ DECODER_WORDS = {
     *("xpos", "yarn"),
     *("dim_model_base", "parallel_block", "position_embedding_type", "position_embeddings_type", "swiglu_limit", "topk_method"),
 }
-"""Words, and sequences of words, in the keys that change a decoder's computation."""
+"""Words and groups of words in keys that change a decoder's computation."""
 OTHER_DECODERS = {"alibi", "bidirectional", "diffusion", "mla", "moe", "nope", "xpos"}
-"""Values that name another computation, whatever their key is: `position_encoding: alibi`."""
+"""Values that name an unsupported computation under any key, for example `position_encoding: alibi`."""
 TRAINING_WORDS = {
     *("coef", "context", "dropout", "flash", "fp32", "fused", "grad", "init", "initializer", "jitter", "loss", "noise"),
     *("pdrop", "output_router"),
 }
-"""Words in the keys that affect only training, speed or precision."""
-COMPARED = {*BESIDE, "rope_scaling", "sliding_window", "use_sliding_window", *PATTERNS}
-"""Keys that other checks compare with what the model's class reads."""
-SAME = ({"act", "activation"}, {"eps", "epsilon"})
-"""Words of keys that mean the same: `hidden_act` of one family is `activation_function` in another."""
+"""Words in keys that affect only training, speed or precision."""
+COMPARED = {*TOP_LEVEL_KEYS, "rope_scaling", "sliding_window", "use_sliding_window", *PATTERNS}
+"""Keys that other checks cover."""
+SYNONYMS = ({"act", "activation"}, {"eps", "epsilon"})
+"""Words with the same meaning in keys: `hidden_act` of one family is `activation_function` in another."""
 WITHOUT_EFFECT: tuple[Any, ...] = (
     *(None, False, 0, 1, {}, []),
     *("default", "none", "full", "full_attention", "softmax", "greedy", "rope", "rotary", "causal", "mha", "gqa", "mqa"),
     *("sdpa", "eager"),
 )
 """Values that leave every supported family's computation unchanged."""
-ALWAYS: dict[str, tuple[Any, ...]] = {
+ONLY_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("causal", "glu", "rope", "rotary", "scale attn", "scale attn weights", "no rope layers"), (None, True, 1)),
     "swiglu limit": (None, 7.0),
 }
-"""Key, without its words `is`, `use` and `embedding` -> the only values without effect, if they are not WITHOUT_EFFECT."""
+"""Key without its words `is`, `use` and `embedding` -> the values without effect, instead of WITHOUT_EFFECT."""
 
 
-def refuse_misspelt(path: Path, config: dict[str, Any], optional: Set[str]) -> None:
-    """Refuse misspelt keys of config.json. `optional`: keys that change the model and may be missing."""
+def refuse_misspelled(path: Path, config: dict[str, Any], optional: Set[str]) -> None:
+    """Refuse misspelled keys of config.json. `optional`: keys that change the model and may be missing."""
     for key in sorted(config.keys() - optional):
-        meant = get_close_matches(key, optional - config.keys(), 1, 0.9)
-        if meant and not key.startswith("_"):
-            raise refusal(path, f"config.json: {short(key)} is not a known key, and {meant[0]} is missing; rename it")
+        matches = get_close_matches(key, optional - config.keys(), 1, 0.9)
+        if matches and not key.startswith("_"):
+            raise refusal(path, f"config.json: {short(key)} is not a known key, and {matches[0]} is missing; rename it")
 
 
-def refuse_unread_keys(path: Path, config: dict[str, Any], read: Any, tensors: Iterable[str]) -> None:
-    """Refuse keys of other families that ask for another computation.
+def refuse_unread_keys(path: Path, config: dict[str, Any], loaded: Any, tensors: Iterable[str]) -> None:
+    """Raise UserError for keys of other families that would change the computation.
 
     Args:
         path: Directory of the checkpoint, for errors.
         config: Content of config.json.
-        read: transformers' configuration, an instance of the family's class.
+        loaded: transformers' configuration, an instance of the family's class.
         tensors: Names of the model's tensors.
     """
-    known_keys = {*(field.name for field in fields(read)), *read.attribute_map, *read.attribute_map.values()}
-    for key, same_meaning in _unread_keys(config, known_keys | COMPARED | {FAMILIES[read.model_type].local_base or ""}):
+    kind = loaded.model_type
+    known_keys = {*(field.name for field in fields(loaded)), *loaded.attribute_map, *loaded.attribute_map.values()}
+    for key, same_meaning in _unread_keys(config, known_keys | COMPARED | {FAMILIES[kind].local_base or ""}):
         present, value = [name for name in same_meaning if name in config], config[key]
         if same_meaning and not present:
             raise refusal(
                 path,
-                f"config.json: {short(key)} is not read in a model of type {read.model_type}; write it as {min(same_meaning)}",
+                f"config.json: {short(key)} is not read in a model of type {kind}; write it as {min(same_meaning)}",
             )
         if _has_no_effect(_words(key), value, [config[name] for name in present], tensors):
             continue
@@ -82,22 +83,22 @@ def refuse_unread_keys(path: Path, config: dict[str, Any], read: Any, tensors: I
         if isinstance(value, bool) or not other or config[other[0]] != value:
             raise refusal(
                 path,
-                f"config.json: {short(key)}={short(value)} is not read in a model of type {read.model_type}; leave it out "
+                f"config.json: {short(key)}={short(value)} is not read in a model of type {kind}; remove it "
                 "if the weights were trained without it",
             )
 
 
 def _unread_keys(config: dict[str, Any], known_keys: Set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield unread keys that may change the computation, each with the known keys of the same meaning (`SAME`)."""
+    """Yield unread keys that may change the computation, each with the known keys of the same meaning (`SYNONYMS`)."""
     for key, value in config.items():
         words = _words(key)
-        same = next((synonyms for synonyms in SAME if synonyms.intersection(words)), set[str]())
+        synonyms = next((group for group in SYNONYMS if group.intersection(words)), set[str]())
         if key in known_keys or key.startswith("_") or _has_word(words, TRAINING_WORDS):
             continue
         unset = value is None or isinstance(value, bool)  # such as activation_checkpointing
         names_a_computation = isinstance(value, str) and value.lower() in OTHER_DECODERS
-        if not unset if same else names_a_computation or _has_word(words, DECODER_WORDS):
-            yield key, [name for name in known_keys if same.intersection(name.split("_"))]
+        if not unset if synonyms else names_a_computation or _has_word(words, DECODER_WORDS):
+            yield key, [name for name in known_keys if synonyms.intersection(name.split("_"))]
 
 
 def _words(key: str) -> list[str]:
@@ -105,32 +106,32 @@ def _words(key: str) -> list[str]:
     return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower())
 
 
-def _has_word(words: list[str], searched: Set[str]) -> bool:
+def _has_word(words: list[str], vocabulary: Set[str]) -> bool:
     joined = f"_{'_'.join(words)}_"
-    return any(f"_{word}_" in joined for word in searched)
+    return any(f"_{word}_" in joined for word in vocabulary)
 
 
 def _has_no_effect(words: list[str], value: Any, values: list[Any], tensors: Iterable[str]) -> bool:
-    """Return whether the family computes what an unread key asks for.
+    """Return whether the model computes the same with and without an unread key.
 
     Args:
         words: Words of the key.
         value: Its value. A list of equal values, one by layer, counts as that value.
-        values: Values of the family's own keys with the same meaning (`SAME`).
+        values: Values of the family's own keys with the same meaning (`SYNONYMS`).
         tensors: Names of the model's tensors.
     """
-    if isinstance(value, list) and value and all(each == value[0] for each in value):
+    if isinstance(value, list) and value and all(item == value[0] for item in value):
         value = value[0]
-    if values:  # other approximations of an activation have a longer name, and its gated form another
+    if values:  # names of an activation's approximations start with its name; gated forms have other names
         value = {"swiglu": "silu", "geglu": "gelu"}.get(value, value) if isinstance(value, str) else value
         return value in (None, *values) or (isinstance(value, str) and any(str(item).startswith(value) for item in values))
     if isinstance(value, str) and {"norm", "normalization"}.intersection(words):
         norm = "layernorm" if "model.norm.bias" in tensors else "rmsnorm"
         return value.lower().replace("_", "") == norm
-    applied = ALWAYS.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))
+    harmless = ONLY_WITHOUT_EFFECT.get(" ".join(word for word in words if word not in ("is", "use", "embedding", "embeddings")))
     if "bias" in words:
-        applied = (None, False, any(".bias" in name for name in tensors))
+        harmless = (None, False, any(".bias" in name for name in tensors))
     elif "qk" in words and any("norm" in word for word in words):
-        applied = (None, any(".q_norm." in name for name in tensors))
-    applied = applied or WITHOUT_EFFECT
-    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in applied)
+        harmless = (None, any(".q_norm." in name for name in tensors))
+    harmless = harmless or WITHOUT_EFFECT
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in harmless)

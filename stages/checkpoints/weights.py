@@ -24,18 +24,18 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FREQUENCIES = ".rotary_emb.inv_freq"
 ROWS = 4096
-"""Rows of two matrices that are compared at a time, to save memory."""
+"""Rows that are compared at a time, to save memory."""
 
 MAX_HEADER_BYTES = 100_000_000
 """Maximum header bytes of a safetensors file, as defined by the format."""
 
 
 def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[str, Shape]]) -> None:
-    """Refuse weights that do not match config.json.
+    """Raise UserError for weights that do not match config.json.
 
     Args:
         info: The checkpoint.
-        expected_tensors: The function of stages.checkpoints.loading. It is called after the files have passed their own checks.
+        expected_tensors: The function of stages.checkpoints.loading, called after all files have been read.
 
     Raises:
         UserError: A file is not a safetensors file, or a tensor is missing, has another shape or type, is in two files, or is
@@ -52,27 +52,27 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[
     shapes = {name: shape for name, (_, shape) in on_disk.items()}
     plain = [(name, name, shape) for name, shape in shapes.items()]
     seen_names = set()
-    about = f"{info.architecture} of {info.shape.layers} layers"
-    for stored, name, shape in plain if info.quantized is None else info.quantized.plain(shapes, expected):
+    model = f"{info.architecture} of {info.shape.layers} layers"
+    for stored, name, shape in plain if info.quantized is None else info.quantized.plain_tensors(shapes, expected):
         file = on_disk[stored][0]
         seen_names.add(name)
         # transformers computes rotary frequencies and a tied output matrix itself.
         if name not in expected and name != HEAD and not name.endswith(FREQUENCIES):
             raise refusal(
                 info.path,
-                f"{file} holds {printable(stored[:200])}, which config.json has no place for ({about}); give the config.json "
+                f"{file} holds {printable(stored[:200])}, which is not part of the {model}; give the config.json "
                 "that belongs to the weights",
             )
         if shape != expected.get(name, shape):
             raise refusal(
                 info.path,
-                f"{file}: {stored} has shape {list(shape)}, config.json makes it {list(expected[name])}; give the config.json "
+                f"{file}: {stored} has shape {list(shape)}, config.json implies {list(expected[name])}; give the config.json "
                 "that belongs to the weights",
             )
     missing = sorted(expected.keys() - seen_names)
     if missing:
-        rest = f"{len(missing) - 1} more tensors of {about}"
-        raise refusal(info.path, f"{missing[0]} is missing, and {rest}; give the complete checkpoint")
+        others = f"{len(missing) - 1} more tensors of {model}"
+        raise refusal(info.path, f"{missing[0]} is missing, and {others}; give the complete checkpoint")
     if HEAD in seen_names and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
         raise refusal(
             info.path,
@@ -121,9 +121,9 @@ TOKENIZER_CLASSES = {
 
 
 def check_tokenizer(info: CheckpointInfo) -> None:
-    """Refuse tokenizer files that are invalid JSON, or that the tokenizer library would accept although they are wrong.
+    """Raise UserError for tokenizer files that are not JSON, or wrong in a way that the tokenizer library accepts.
 
-    `stages.checkpoints.intake.opening` reports files that the library itself refuses.
+    `stages.checkpoints.intake.opening` reports the files that the library refuses.
 
     Raises:
         UserError: The message names the file, the problem and the fix.
@@ -142,23 +142,23 @@ def check_tokenizer(info: CheckpointInfo) -> None:
     if max(numbers, default=0) >= info.vocab_size:
         problem = f"its largest token is {max(numbers)}, the model's vocab_size is {info.vocab_size}"
     elif isinstance(model, dict) and model.get("dropout"):
-        problem = f"model.dropout must be null, got {short(model['dropout'])}: a text would become other tokens each time"
+        problem = f"model.dropout must be null, got {short(model['dropout'])}: a text would be encoded differently each time"
     elif not isinstance(added, list) or not all(
         isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
     ):
         problem = "added_tokens must be a list of tokens, each with id and content"
     if problem is not None:
         raise refusal(info.path, f"tokenizer.json: {problem}; give the checkpoint its own tokenizer")
-    about = content.get("tokenizer_config.json", {})
-    if about.get("auto_map") and str(about.get("tokenizer_class")) not in TOKENIZER_CLASSES:
+    config = content.get("tokenizer_config.json", {})
+    if config.get("auto_map") and str(config.get("tokenizer_class")) not in TOKENIZER_CLASSES:
         raise refusal(
             info.path,
-            "tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; leave it out, and give "
+            "tokenizer_config.json: auto_map names code in the checkpoint, which kvgate does not run; remove it, and give "
             "tokenizer_class as PreTrainedTokenizerFast if tokenizer.json suffices",
         )
 
 
-def tokens_beyond(info: CheckpointInfo) -> list[str]:
+def tokens_beyond_vocabulary(info: CheckpointInfo) -> list[str]:
     """Return the added tokens without a row in the model, for example the image token in text-only models of Gemma 3."""
     if "tokenizer.json" not in info.other_files:
         return []
@@ -183,7 +183,7 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
         refuse_pointer(start)
         length = int.from_bytes(start[:8], "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, (path / file).stat().st_size - 8):
-            raise SafetensorError(f"its header should have {length:,} bytes")
+            raise SafetensorError(f"its header would have {length:,} bytes")
         with safe_open(path / file, framework="numpy") as content:
             for name in content.keys():  # noqa: SIM118  (not a mapping)
                 part = content.get_slice(name)
@@ -191,7 +191,7 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
     except Unreadable as error:
         raise refusal(path, f"{file} {error}") from None
     except OSError as error:
-        raise refusal(path, f"{file} cannot be read ({error.strerror or error}); give a file that can be") from None
+        raise refusal(path, f"{file} cannot be read ({error.strerror or error}); give a readable file") from None
     except SafetensorError as error:
         raise refusal(path, f"{file} is not a complete safetensors file ({error}); download it again") from None
 
@@ -206,5 +206,5 @@ def _check_index(info: CheckpointInfo, places: dict[str, str]) -> None:
         indexed, stored = (json.dumps(place.get(misplaced[0])) for place in (weight_map, places))
         raise refusal(
             info.path,
-            f"{INDEX} puts {misplaced[0]} into {indexed}, it is in {stored}; give the index that was saved with the weights",
+            f"{INDEX} puts {misplaced[0]} into {indexed}, but it is in {stored}; give the index saved with the weights",
         )

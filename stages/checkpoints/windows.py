@@ -1,11 +1,11 @@
-"""The sliding windows of a model's layers, read from config.json with the rules of transformers."""
+"""The sliding windows of a model's layers, derived from config.json by transformers' rules."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stages.checkpoints.families import FAMILIES
-from stages.checkpoints.files import refusal, wrong
+from stages.checkpoints.files import refusal, wrong_value
 from stages.checkpoints.rope import FULL, SLIDING
 from stages.core.errors import short
 
@@ -38,7 +38,7 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
         return None
     window = config.get(key)
     if type(window) is not int or not 0 < window <= MAX_WINDOW:
-        raise wrong(path, config, key, f"an integer from 1 to {MAX_WINDOW:,} in a model with {layer_type} layers")
+        raise wrong_value(path, config, key, f"an integer from 1 to {MAX_WINDOW:,} in a model with {layer_type} layers")
     return window
 
 
@@ -48,10 +48,10 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
     if layer_types is not None:
         _check_layer_types(path, layer_types, kind, layers)
     if family is None:
-        return layer_types or _patterned(layers, None if window is None else _unserved(path, config, kind))
+        return layer_types or _types_by_rule(layers, None if window is None else _unlisted_family_rule(path, config, kind))
     uses = config.get("use_sliding_window")
     if family.uses_flag and uses not in (None, True, False):
-        raise wrong(path, config, "use_sliding_window", "true or false")
+        raise wrong_value(path, config, "use_sliding_window", "true or false")
     slides = bool(uses) or not family.uses_flag
     decisive: str | None = "use_sliding_window" if family.uses_flag else "sliding_window"
     if family.windows == "none" or not slides or (window is None and (family.uses_flag or family.windows == "every")):
@@ -60,7 +60,7 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
         types = [SLIDING] * layers
     else:
         _check_patterns(path, config)
-        types = _patterned(layers, lambda layer: family.slides(config, layer))
+        types = _types_by_rule(layers, lambda layer: family.slides(config, layer))
         decisive = next((key for key in PATTERNS if config.get(key) != family.defaults.get(key)), None)
     if layer_types not in (None, types):
         if decisive is None:
@@ -71,11 +71,11 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
             "one that the weights were trained with",
         )
     if family.windows == "none" and window is not None and uses is not False:
-        raise wrong(path, config, "sliding_window", f"null in a model of type {kind}, whose layers have full attention")
+        raise wrong_value(path, config, "sliding_window", f"null in a model of type {kind}, whose layers have full attention")
     return types
 
 
-def _patterned(layers: int, slides: Callable[[int], bool] | None) -> list[str]:
+def _types_by_rule(layers: int, slides: Callable[[int], bool] | None) -> list[str]:
     return [SLIDING if slides is not None and slides(layer) else FULL for layer in range(layers)]
 
 
@@ -85,29 +85,29 @@ def _check_layer_types(path: Path, types: object, kind: str, layers: int) -> Non
     choices = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
     unread = [layer_type for layer_type in types if layer_type not in choices]
     if unread:
-        holds = f"config.json: layer_types holds {short(repr(unread[0]), 40)}, which is not read here"
-        raise refusal(path, f"{holds}; use a model of {' and '.join(choices)} layers")
+        problem = f"config.json: layer_types has {short(repr(unread[0]), 40)}, which kvgate does not support"
+        raise refusal(path, f"{problem}; use a model of {' and '.join(choices)} layers")
 
 
 def _check_patterns(path: Path, config: dict[str, Any]) -> None:
-    """Refuse invalid values of the keys that select the sliding layers if layer_types is missing."""
+    """Raise UserError for invalid values of the keys that select the sliding layers if layer_types is missing."""
     first = config.get("max_window_layers", 0)
     if type(first) is not int or first < 0:
-        raise wrong(path, config, "max_window_layers", "an integer of at least 0, the first layer that slides")
+        raise wrong_value(path, config, "max_window_layers", "an integer of at least 0, the first layer that slides")
     for key in ("sliding_window_pattern", "no_rope_layer_interval"):
         period = config.get(key, 1)
         if type(period) is not int or period < 1:
-            raise wrong(path, config, key, "a positive integer")
+            raise wrong_value(path, config, key, "a positive integer")
 
 
-def _unserved(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], bool]:
-    """Return a function that tells whether a layer slides, for a model outside FAMILIES without layer_types."""
+def _unlisted_family_rule(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], bool]:
+    """Return the rule for sliding layers of a model outside FAMILIES that has no layer_types."""
     _check_patterns(path, config)
     period = config.get("sliding_window_pattern")
     if period is None:
         raise refusal(
             path,
-            f"config.json: sliding_window={short(repr(config['sliding_window']), 40)} of {kind}, and no layer_types: which "
-            "layers slide is not said; add layer_types, full_attention or sliding_attention for each layer",
+            f"config.json: sliding_window={short(repr(config['sliding_window']), 40)} in a {kind} without layer_types: which "
+            "layers slide is unknown; add layer_types with full_attention or sliding_attention for each layer",
         )
     return lambda layer: bool((layer + 1) % period)

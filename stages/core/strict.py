@@ -92,7 +92,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     except FileNotFoundError:
         raise Unreadable("no such file; give one that exists") from None
     except OSError as error:
-        raise Unreadable(f"cannot be read ({error.strerror}); give a file that can be") from None
+        raise Unreadable(f"cannot be read ({error.strerror}); give a readable file") from None
     refuse_pointer(content)
     return content
 

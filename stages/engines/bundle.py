@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from stages.checkpoints.files import TOKENIZER_FILES, named_ends, write_ends
+from stages.checkpoints.files import TOKENIZER_FILES, end_tokens, write_end_tokens
 from stages.core.digest import file_digests
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import link_or_copy
@@ -109,7 +109,7 @@ def copy_tokenizer(source: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             link_or_copy(source / name, out / name)
-    write_ends(named_ends(source), out)
+    write_end_tokens(end_tokens(source), out)
 
 
 def write_bundle(directory: Path, bundle: BundleRecord) -> None:

@@ -156,7 +156,7 @@ def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat
             "give more memory, or a smaller reserve"
         )
     if use.weights_gib is not None:
-        model.kv_heads_of_a_rank(use.tensor_parallel)  # raises unless the heads divide
+        model.kv_heads_per_rank(use.tensor_parallel)  # raises unless the heads divide
         weight_bytes = int(use.weights_gib * GIB / use.tensor_parallel)
     else:
         weight_bytes = model.weight_bytes(weights, use.tensor_parallel)
@@ -236,7 +236,7 @@ def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
 def _policy_capacity(
     name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget, shares_pages: bool
 ) -> PolicyCapacity:
-    rank = KVShape(model.kv.layers, model.kv_heads_of_a_rank(use.tensor_parallel), model.kv.head_dim)
+    rank = KVShape(model.kv.layers, model.kv_heads_per_rank(use.tensor_parallel), model.kv.head_dim)
     cost = SequenceCost(policy, rank, model.windows, shares_pages=shares_pages, shared_prefix=use.shared_prefix_tokens)
     requests, live_tokens = admit(cost, use.cycle, use.below_ceiling(budget.cache))
     fit = budget.cache // policy.bytes_per_token(rank)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from stages.checkpoints.carried_scales import scale_tensors, scales_by_layer
 from stages.checkpoints.description import MODELOPT_FILE, CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, refusal
-from stages.checkpoints.quantized import AWQ, CACHE_SCALE, ROUNDED, SCALED, Layout
+from stages.checkpoints.quantized import AWQ, CACHE_SCALE, INT8_INPUTS_KEY, SCALED, Layout
 from stages.checkpoints.weights import tensors_on_disk
 from stages.core.errors import short
 from stages.core.files import link_or_copy_all
@@ -120,7 +120,7 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
     places = tensor_files(info)
     layers = {name.rpartition(".")[0] for name in places}
     if info.quantized.inputs == "int8_token":
-        config[ROUNDED] = sorted(layer for layer in layers if info.quantized.layout(layer, places) is not None)
+        config[INT8_INPUTS_KEY] = sorted(layer for layer in layers if info.quantized.layout(layer, places) is not None)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     index: dict[str, str] = {}
     for done, file in enumerate(info.weight_files):
@@ -129,7 +129,7 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
         for name in (name for name, place in places.items() if place == file):
             layer, _, part = name.rpartition(".")
             layout = info.quantized.layout(layer, places)
-            parts = () if layout is None else (layout.weight, *layout.needed, *layout.others)
+            parts = () if layout is None else (layout.weight, *layout.required, *layout.optional)
             if layout is not None and part == layout.weight:
                 stored = {key: read_tensor(info, places, f"{layer}.{key}") for key in parts if f"{layer}.{key}" in places}
                 try:

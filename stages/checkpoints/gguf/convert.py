@@ -13,7 +13,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
-from stages.checkpoints.files import INDEX, SINGLE, write_ends
+from stages.checkpoints.files import INDEX, SINGLE, write_end_tokens
 from stages.checkpoints.gguf.header import GGUFTensor
 from stages.checkpoints.gguf.model import GGUFModel, inspect_gguf, pairs_neighbours
 from stages.checkpoints.gguf.tokenizer import write_tokenizer
@@ -29,7 +29,7 @@ instead of 1.4e-3). bfloat16 is used for weights beyond float16's maximum of 65,
 
 
 ROTATED = {".attn_q.weight": "num_attention_heads", ".attn_k.weight": "num_key_value_heads"}
-"""Ends of the names of matrices whose rows are rotated -> key of config.json with their number of heads."""
+"""Suffix of the names of matrices whose rows GGUF reorders -> key of config.json with their number of heads."""
 
 
 class _OutOfRange(Exception):
@@ -65,7 +65,7 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
     else:
         raise model.header.error(f"{reason}; convert the model again")
     write_tokenizer(model.vocabulary, model.info.max_positions, out)
-    write_ends(model.vocabulary.ends, out)
+    write_end_tokens(model.vocabulary.ends, out)
     text = json.dumps({**model.config, "torch_dtype": name}, indent=1)
     (out / "config.json").write_text(text + "\n", encoding="utf-8")
 

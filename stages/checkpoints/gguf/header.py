@@ -77,7 +77,7 @@ class Header:
     def floats(self, name: str) -> tuple[float, ...]:
         """Return the values of a tensor of type F32."""
         tensor = self.tensors[name]
-        assert tensor.kind == "F32", "the caller looked"
+        assert tensor.kind == "F32", "the caller checked the type"
         with self.path.open("rb") as stream:
             stream.seek(tensor.offset)
             return struct.unpack(f"<{math.prod(tensor.shape)}f", stream.read(tensor.nbytes))
@@ -98,7 +98,7 @@ class _Cursor:
     def _advance(self, size: int) -> int:
         start, self.at = self.at, self.at + size
         if self.at > len(self._data):
-            raise _Unreadable("it is truncated: the header runs past the end of the file")
+            raise _Unreadable("it is truncated: the header continues beyond the end of the file")
         return start
 
     def values(self, form: str, count: int = 1) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ class _Cursor:
     def string(self, longest: int | None = None) -> str:
         (length,) = LENGTH.unpack_from(self._data, self._advance(LENGTH.size))
         if longest is not None and length > longest:
-            raise _Unreadable(f"a name of {length} bytes; the longest may have {longest}")
+            raise _Unreadable(f"a name has {length} bytes; at most {longest} are allowed")
         start = self._advance(length)
         try:
             return self._data[start : start + length].decode()
@@ -120,13 +120,13 @@ class _Cursor:
 
     def value(self, kind: int) -> Any:
         if kind != ARRAY:
-            return self._several(kind, 1)[0]
+            return self._scalars(kind, 1)[0]
         kind, count = self.integer("I"), self.integer("Q")
         if kind == ARRAY:
-            raise _Unreadable("an array of arrays, which no model's metadata has")
-        return self._several(kind, count)
+            raise _Unreadable("an array contains arrays, which no model's metadata does")
+        return self._scalars(kind, count)
 
-    def _several(self, kind: int, count: int) -> list[Any]:
+    def _scalars(self, kind: int, count: int) -> list[Any]:
         self._values_left -= count
         if self._values_left < 0:
             raise _Unreadable(f"more than {MAX_VALUES:,} values of metadata")
@@ -149,7 +149,7 @@ def read_header(path: Path) -> Header:
         problem = str(error)
         raise _error(path, problem if ";" in problem else f"{problem}; download it again, or convert the model again") from None
     except OSError as error:
-        raise _error(path, f"cannot be read ({error.strerror}); give a file that can be") from None
+        raise _error(path, f"cannot be read ({error.strerror}); give a readable file") from None
 
 
 def _error(path: Path, problem: str) -> UserError:
@@ -166,7 +166,7 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
         raise _Unreadable(f"GGUF version {version}; convert the model again, as version {VERSIONS[-1]}")
     tensor_count, key_count = cursor.integer("Q"), cursor.integer("Q")
     if tensor_count > MAX_TENSORS:
-        raise _Unreadable(f"{tensor_count:,} tensors, of which no supported model has more than {MAX_TENSORS:,}")
+        raise _Unreadable(f"{tensor_count:,} tensors; a supported model has at most {MAX_TENSORS:,}")
     metadata: dict[str, Any] = {}
     for _ in range(key_count):  # ends at the latest with the file or the limit of values
         key = cursor.string(MAX_NAME_BYTES)
@@ -187,13 +187,13 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset != -(-end // alignment) * alignment:
-            raise _Unreadable(f"tensor {name} begins at byte {tensor.offset:,}, and the tensor before it ends at byte {end:,}")
+            raise _Unreadable(f"tensor {name} begins at byte {tensor.offset:,}, but the previous tensor ends at byte {end:,}")
         end = tensor.offset + tensor.nbytes
     return Header(path, metadata, tensors)
 
 
 def _refuse_part(metadata: dict[str, Any]) -> None:
-    """Refuse a file with only a part of a model."""
+    """Raise _Unreadable if the file contains only a part of a model."""
     shards = metadata.get("split.count", 0)
     if shards not in (0, 1):
         raise _Unreadable(f"one of {shards} shards; join them with llama-gguf-split --merge")
@@ -215,7 +215,7 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _tensor(name: str, shape: tuple[int, ...], number: int, offset: int, size: int) -> GGUFTensor:
     if number not in tensor_types():
         raise _Unreadable(
-            f"tensor {name} has type {number}, which cannot be read here; convert the model to one of "
+            f"tensor {name} has type {number}, which is not supported; convert the model to one of "
             "F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q4_K, Q4_0"
         )
     kind, block, block_bytes = tensor_types()[number]

@@ -39,9 +39,9 @@ READ_KEYS = {
     "rope.scaling.original_context_length",
     "vocab_size",
 }
-WINDOWED = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
+GEMMA3_KEYS = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
 """Additional keys that are read only for Gemma 3."""
-NEUTRAL: dict[str, Any] = {
+KEYS_WITHOUT_EFFECT: dict[str, Any] = {
     "attention.causal": True,
     "attention.sliding_window": 0,
     "expert_count": 0,
@@ -56,8 +56,8 @@ GEMMA3_27B = 62
 """Number of layers of Gemma 3 27B, whose queries are scaled by hidden_size / num_attention_heads instead of head_dim. A GGUF
 does not store the scale; llama.cpp recognizes the model by the number of layers too."""
 
-LARGEST = 2**40
-"""Limit of sizes and frequencies, far above any model."""
+MAX_VALUE = 2**40
+"""Maximum of sizes and frequencies, far above any model's."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor with the divisors of the rotary frequencies of Llama 3.1 and later: head_dim / 2 floats."""
@@ -90,7 +90,7 @@ def inspect_gguf(path: Path) -> GGUFModel:
     if architecture == "gemma3" and (vocabulary.splitter is not None or vocabulary.space_prefix):
         raise header.error(
             "Gemma 3 has a tokenizer of kind llama that puts no space before a text (tokenizer.ggml.add_space_prefix=false), "
-            "and the file has another one; convert the model again"
+            "but the file has another tokenizer; convert the model again"
         )
     config = _config(header, architecture, vocabulary)
     names = _tensor_names(header, architecture, config)
@@ -104,19 +104,19 @@ def pairs_neighbours(model_type: str) -> bool:
 
 
 def _refuse_unknown_metadata(header: Header, architecture: str) -> None:
-    """Refuse metadata that affects the model's numbers and would be lost in the conversion."""
+    """Raise UserError for metadata that affects the model's computation and that the conversion does not support."""
     for key, value in header.metadata.items():
         name = key.removeprefix(f"{architecture}.")
-        if name == key or name in READ_KEYS or (architecture == "gemma3" and name in WINDOWED):
+        if name == key or name in READ_KEYS or (architecture == "gemma3" and name in GEMMA3_KEYS):
             continue
-        if name not in NEUTRAL or NEUTRAL[name] not in (None, value):
-            raise header.error(f"{key}={value!r:.40} is not supported; use a model without it, or its Hugging Face checkpoint")
+        if name not in KEYS_WITHOUT_EFFECT or KEYS_WITHOUT_EFFECT[name] not in (None, value):
+            raise header.error(f"{key}={value!r:.40} is not supported; use another model, or its Hugging Face checkpoint")
 
 
 def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[str, Any]:
     def value(name: str, kind: Any, default: Any = None) -> Any:
         entry: Any = header.metadata.get(f"{architecture}.{name}", default)
-        if not (type(entry) is kind and 0 < entry < LARGEST):
+        if not (type(entry) is kind and 0 < entry < MAX_VALUE):
             raise header.error(f"{architecture}.{name} must be a positive {kind.__name__}, got {entry!r:.40}")
         return entry
 
@@ -127,10 +127,10 @@ def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[s
     embedding = header.tensors.get("token_embd.weight")
     rows = embedding.shape[0] if embedding else 0
     if rows < len(vocabulary.tokens):
-        raise header.error(f"{len(vocabulary.tokens)} tokens, and token_embd.weight has {rows} rows; convert the model again")
+        raise header.error(f"{len(vocabulary.tokens)} tokens, but token_embd.weight has {rows} rows; convert the model again")
     head_dim = value("attention.key_length", int, value("rope.dimension_count", int, sizes["hidden_size"] // heads))
     if not value("rope.dimension_count", int, head_dim) == head_dim == value("attention.value_length", int, head_dim):
-        raise header.error("keys, values and rotary embedding must have one width; use a model where they do")
+        raise header.error("keys, values and rotary embedding must have the same width; use another model")
     config: dict[str, Any] = {
         "architectures": [FAMILIES[MODEL_TYPES[architecture]].architecture],
         "model_type": MODEL_TYPES[architecture],
@@ -175,8 +175,8 @@ def _rope_scaling(header: Header, architecture: str, value: Any, config: dict[st
     kind = header.metadata.get(f"{architecture}.rope.scaling.type", "linear" if scaled else "none")  # as in llama.cpp
     factors = ROPE_FACTORS in header.tensors
     if kind not in ("none", "linear", "yarn") or (factors and kind != "none"):
-        extra = f" with {ROPE_FACTORS}" if factors else ""
-        raise header.error(f"{architecture}.rope.scaling.type={kind}{extra} is not supported; use none, linear or yarn")
+        suffix = f" with {ROPE_FACTORS}" if factors else ""
+        raise header.error(f"{architecture}.rope.scaling.type={kind}{suffix} is not supported; use none, linear or yarn")
     if factors:
         return _llama3_scaling(header, config)
     if kind == "none":
@@ -225,7 +225,7 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
         tensor = header.tensors.get(name)
         if tensor is None or tensor.shape != shape:
             problem = f"has shape {tensor.shape}" if tensor else "is missing"
-            raise header.error(f"tensor {name} {problem}, a {architecture} of this size has it in shape {shape}")
+            raise header.error(f"tensor {name} {problem}; a {architecture} of this size has shape {shape}")
     unknown = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
     if unknown or (ROPE_FACTORS in header.tensors and architecture != "llama"):
         raise header.error(

@@ -31,18 +31,18 @@ def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
     """
     splitter, tokens = vocabulary.splitter, vocabulary.tokens
     tokenizer = _sentencepiece(vocabulary) if splitter is None else _byte_level(vocabulary, splitter)
-    tokenizer.add_tokens([_added(vocabulary, i) for i, kind in enumerate(vocabulary.types) if kind == USER_DEFINED])
+    tokenizer.add_tokens([_added_token(vocabulary, i) for i, kind in enumerate(vocabulary.types) if kind == USER_DEFINED])
     special = [i for i, kind in enumerate(vocabulary.types) if kind in (CONTROL, UNKNOWN)]
-    tokenizer.add_special_tokens([_added(vocabulary, i) for i in special])
+    tokenizer.add_special_tokens([_added_token(vocabulary, i) for i in special])
     begin = vocabulary.bos if vocabulary.add_bos else None
     end = vocabulary.eos if vocabulary.add_eos else None
-    around = [(tokens[i], i) for i in (begin, end) if i is not None]
-    if around:
+    enclosing = [(tokens[i], i) for i in (begin, end) if i is not None]
+    if enclosing:
         first, last = ([tokens[i]] if i is not None else [] for i in (begin, end))
         pair = [f"{token}:1" for token in first] + ["$B:1"] + [f"{token}:1" for token in last]
         single = [*first, "$A", *last]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, pair=[*single, *pair], special_tokens=list(dict(around).items())
+            single=single, pair=[*single, *pair], special_tokens=list(dict(enclosing).items())
         )
     else:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -60,7 +60,7 @@ def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _added(vocabulary: Vocabulary, token_id: int) -> AddedToken:
+def _added_token(vocabulary: Vocabulary, token_id: int) -> AddedToken:
     special = vocabulary.types[token_id] != USER_DEFINED
     return AddedToken(vocabulary.tokens[token_id], normalized=False, special=special)
 
@@ -71,9 +71,9 @@ def _byte_level(vocabulary: Vocabulary, splitter: Splitter) -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocab, list(vocabulary.merges), ignore_merges=splitter.whole_words))
     if splitter.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    cuts: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitter.patterns]
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitter.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

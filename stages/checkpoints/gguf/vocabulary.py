@@ -17,7 +17,7 @@ GPT2 = rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|
 UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
-def _split(words: str, digits: str, after_symbols: str = r"[\r\n]*") -> str:
+def _split_pattern(words: str, digits: str, after_symbols: str = r"[\r\n]*") -> str:
     """Return the regular expression of Llama 3, Qwen 2 and Tekken: words, digits, symbols, blank lines, spaces."""
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{after_symbols}|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -41,7 +41,7 @@ class Splitter:
 
 
 DIGIT_BY_DIGIT = Splitter((r"\p{N}", GPT2))
-LLAMA3 = Splitter((_split(WORDS, r"\p{N}{1,3}"),), whole_words=True, adds_bos=True)
+LLAMA3 = Splitter((_split_pattern(WORDS, r"\p{N}{1,3}"),), whole_words=True, adds_bos=True)
 
 SPLITTERS = {
     "gpt-2": Splitter((GPT2,)),
@@ -51,8 +51,8 @@ SPLITTERS = {
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
-    "qwen2": Splitter((_split(WORDS, r"\p{N}"),), nfc=True),
-    "tekken": Splitter((_split(CASED_WORDS, r"\p{N}", r"[\r\n/]*"),), whole_words=True, adds_bos=True),
+    "qwen2": Splitter((_split_pattern(WORDS, r"\p{N}"),), nfc=True),
+    "tekken": Splitter((_split_pattern(CASED_WORDS, r"\p{N}", r"[\r\n/]*"),), whole_words=True, adds_bos=True),
     "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 """tokenizer.ggml.pre -> splitter. The regular expressions and Qwen 2's NFC come from the models' own tokenizer.json, which
@@ -98,11 +98,11 @@ def read_vocabulary(header: Header) -> Vocabulary:
         raise header.error(f"tokenizer.ggml.model={kind} is not supported; use a model with a tokenizer of kind gpt2 or llama")
     tokens = tuple(_array(header, "tokenizer.ggml.tokens", str))
     if not tokens or "" in tokens or len(set(tokens)) != len(tokens):
-        raise header.error("tokenizer.ggml.tokens must be different texts, none of them empty; convert the model again")
+        raise header.error("tokenizer.ggml.tokens must be different, non-empty texts; convert the model again")
     types = tuple(_array(header, "tokenizer.ggml.token_type", int))
     if len(types) != len(tokens) or not set(types) <= set(range(NORMAL, BYTE + 1)):
         raise header.error(f"tokenizer.ggml.token_type must be {len(tokens)} numbers from 1 to 6; convert the model again")
-    splitter, merges = _byte_level(header, tokens) if kind == "gpt2" else (None, _by_score(header, tokens, types))
+    splitter, merges = _byte_level(header, tokens) if kind == "gpt2" else (None, _merges_by_score(header, tokens, types))
     sentencepiece = splitter is None
     bos = _token_id(header, "bos", len(tokens), 1 if sentencepiece else None)
     eos = _token_id(header, "eos", len(tokens), 2 if sentencepiece else None)
@@ -110,7 +110,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
         raise header.error("tokenizer.ggml.eos_token_id is missing; convert the model again")
     add_bos = _flag(header, "add_bos_token", splitter.adds_bos if splitter else True)
     if add_bos and bos is None:
-        raise header.error("texts begin with BOS, and tokenizer.ggml.bos_token_id is missing; convert the model again")
+        raise header.error("texts begin with BOS, but tokenizer.ggml.bos_token_id is missing; convert the model again")
     template = header.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise header.error("tokenizer.chat_template must be a text; convert the model again")
@@ -135,7 +135,7 @@ def _byte_level(header: Header, tokens: tuple[str, ...]) -> tuple[Splitter, tupl
     pre = header.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in SPLITTERS:
         raise header.error(
-            f"tokenizer.ggml.pre={pre}: how its tokenizer cuts text is not known here; use a model with one of "
+            f"tokenizer.ggml.pre={pre}: kvgate does not know how this tokenizer splits text; use a model with one of "
             f"{', '.join(SPLITTERS)}, or its Hugging Face checkpoint"
         )
     vocabulary = set(tokens)
@@ -150,17 +150,17 @@ def _byte_level(header: Header, tokens: tuple[str, ...]) -> tuple[Splitter, tupl
     return SPLITTERS[pre], tuple(merges)
 
 
-def _by_score(header: Header, tokens: tuple[str, ...], types: tuple[int, ...]) -> tuple[tuple[str, str], ...]:
-    """Return the merges of SentencePiece's BPE, which merges the adjacent pieces whose union has the highest score."""
+def _merges_by_score(header: Header, tokens: tuple[str, ...], types: tuple[int, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the merges of SentencePiece's BPE, which merges the adjacent pieces whose concatenation has the highest score."""
     if _flag(header, "remove_extra_whitespaces", False) or header.metadata.get("tokenizer.ggml.precompiled_charsmap"):
-        raise header.error("its SentencePiece tokenizer rewrites text before it is cut; use the Hugging Face checkpoint")
+        raise header.error("its SentencePiece tokenizer normalizes text before splitting it; use the Hugging Face checkpoint")
     scores = _array(header, "tokenizer.ggml.scores", float)
     if len(scores) != len(tokens) or not all(map(isfinite, scores)):
         raise header.error(f"tokenizer.ggml.scores must be {len(tokens)} finite numbers; convert the model again")
     pieces = {token: score for token, kind, score in zip(tokens, types, scores, strict=True) if kind == NORMAL}
     longer = [token for token in pieces if len(token) > 1]
     if len({pieces[token] for token in longer}) != len(longer):
-        raise header.error("tokenizer.ggml.scores do not order its tokens; use the Hugging Face checkpoint")
+        raise header.error("two tokens have equal tokenizer.ggml.scores; use the Hugging Face checkpoint")
     merges = []
     for token in sorted(longer, key=lambda token: -pieces[token]):
         splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
@@ -171,7 +171,7 @@ def _by_score(header: Header, tokens: tuple[str, ...], types: tuple[int, ...]) -
 def _array(header: Header, key: str, kind: type) -> list[Any]:
     values = header.metadata.get(key)
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
-        raise header.error(f"{key} is missing, or not as a tokenizer has it; convert the model again")
+        raise header.error(f"{key} is missing, or has values of a wrong type; convert the model again")
     return values
 
 

@@ -1,1 +1,1 @@
-"""What a command reads of a model before any work, from a Hugging Face checkpoint or a GGUF."""
+"""Checks of a Hugging Face checkpoint or a GGUF before any work starts, and its shapes."""

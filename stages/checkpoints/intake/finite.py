@@ -1,4 +1,4 @@
-"""Check that weights are finite as float32. Floats without a sign are ordered like their bits, so comparing bits is enough."""
+"""Checks that weights are finite as float32. Non-negative floats are ordered like their bits, so comparing bits is enough."""
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ GGUF_NUMBERS = {
 }
 """Tensor type -> (type of a block's floats, first byte, end byte). The conversion checks other tensor types."""
 BYTES = 1 << 20
-"""Bytes per step, few enough for the processor's cache."""
+"""Bytes per step; they fit into the processor's cache."""
 
 
 def is_finite(stored: npt.NDArray[np.uint8], kind: str) -> bool:
@@ -52,15 +52,15 @@ def check_finite(info: CheckpointInfo) -> None:
         first, header = safetensors_header(info.path / file)
         header.pop("__metadata__", None)
         content = np.memmap(info.path / file, np.uint8, "r")[first:]
-        for name, about in header.items():
-            if about["dtype"] not in NOT_FINITE:  # integer codes
+        for name, tensor in header.items():
+            if tensor["dtype"] not in NOT_FINITE:  # integer codes
                 continue
-            begin, end = about["data_offsets"]
-            numbers = content[begin:end].reshape(-1, np.dtype(NOT_FINITE[about["dtype"]][0]).itemsize)
-            if not is_finite(numbers, about["dtype"]):
+            begin, end = tensor["data_offsets"]
+            numbers = content[begin:end].reshape(-1, np.dtype(NOT_FINITE[tensor["dtype"]][0]).itemsize)
+            if not is_finite(numbers, tensor["dtype"]):
                 raise refusal(
                     info.path,
-                    f"{file}: {printable(name[:200])} holds NaN, infinity or more than a float32; give finite weights",
+                    f"{file}: {printable(name[:200])} holds NaN, infinity or a number beyond float32; give finite weights",
                 )
 
     in_threads(check, info.weight_files)

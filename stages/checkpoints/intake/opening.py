@@ -18,8 +18,8 @@ MAX_ADDED_TOKENS = 1024
 """Maximum number of added tokens that are tried, each in a separate text."""
 
 
-def check_opens(info: CheckpointInfo) -> None:
-    """Refuse files on which a later stage would fail. The result is not cached: files may change between two commands.
+def check_loadable(info: CheckpointInfo) -> None:
+    """Raise UserError for files on which a later stage would fail. The result is not cached, because files may change.
 
     Args:
         info: A checkpoint, or a GGUF.
@@ -51,7 +51,7 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
 
     path = info.path
     try:
-        with _silent():
+        with _discard_stderr():
             tokenizer = load_tokenizer(directory)
             first, other = (tokenizer(text, verbose=False)["input_ids"] for text in TEXTS[:2])
             decoded = tokenizer.decode(other, skip_special_tokens=True).strip()
@@ -62,19 +62,19 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
         raise refusal(path, f"its tokenizer cannot be loaded ({detail}); give the checkpoint its own tokenizer") from None
     problem = None
     if not tokenizer.eos_token:
-        problem = "has no eos_token, which tokenizer_config.json should name"
+        problem = "has no eos_token; tokenizer_config.json should name it"
     elif first == other:
-        problem = "makes the same of every text"
+        problem = "encodes different texts alike"
     elif decoded != TEXTS[1]:
         problem = f"decodes the tokens of {TEXTS[1]!r} as {short(repr(decoded), 40)}"
     if problem is not None:
         raise refusal(path, f"its tokenizer {problem}; give the checkpoint its own tokenizer")
-    differing = _other_tokens(tokenizer, directory)
+    differing = _differing_text(tokenizer, directory)
     if differing is not None:
         raise refusal(
             path,
-            f"transformers makes other tokens of {short(differing)} than tokenizer.json itself; make tokenizer_config.json "
-            "(added_tokens_decoder) agree with it",
+            f"transformers and tokenizer.json encode {short(differing)} differently; make tokenizer_config.json "
+            "(added_tokens_decoder) agree with tokenizer.json",
         )
     greeting = rendered([partial(_greeting, path, tokenizer)])[0] if tokenizer.chat_template else "Hello"
     largest = max(tokenizer.eos_token_id, *first, *tokenizer(greeting, verbose=False)["input_ids"])
@@ -83,12 +83,12 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
             path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"
         )
     if "Hello" not in greeting:
-        raise refusal(path, "its chat_template leaves out what the user says; give another template")
+        raise refusal(path, "its chat_template drops the user's message; give another template")
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Discard what native code prints on descriptor 2: tokenizers prints a backtrace when it panics."""
+def _discard_stderr() -> Iterator[None]:
+    """Discard the output of native code on descriptor 2: tokenizers prints a backtrace when it panics."""
     stderr = os.dup(2)
     discard_output(2)
     try:
@@ -98,22 +98,22 @@ def _silent() -> Iterator[None]:
         os.close(stderr)
 
 
-def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
+def _differing_text(tokenizer: Any, directory: Path) -> str | None:
     """Return a text that the loaded tokenizer encodes differently from its tokenizer.json, or None if there is no such text."""
     from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
     file = directory / "tokenizer.json"
     if not file.is_file():  # the tokenizer consists of vocab.json and merges.txt
         return None
-    itself = Tokenizer.from_file(str(file))
-    itself.no_truncation()
-    itself.no_padding()
-    decoders = (itself.get_added_tokens_decoder(), tokenizer.added_tokens_decoder)
+    raw_tokenizer = Tokenizer.from_file(str(file))
+    raw_tokenizer.no_truncation()
+    raw_tokenizer.no_padding()
+    decoders = (raw_tokenizer.get_added_tokens_decoder(), tokenizer.added_tokens_decoder)
     added = list(dict.fromkeys(token.content for decoder in decoders for _, token in sorted(decoder.items())))
     for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MAX_ADDED_TOKENS])):
         for special in (False, True):
             ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-            if ids != itself.encode(text, add_special_tokens=special).ids:
+            if ids != raw_tokenizer.encode(text, add_special_tokens=special).ids:
                 return text
     return None
 

@@ -1,4 +1,4 @@
-"""A model's shapes, read from config.json, for the bytes of its cache and weights. The weights need not be there.
+"""A model's shapes, read from config.json, to compute the bytes of its cache and weights. The weights may be absent.
 
 More models are supported here than by the engines: any decoder whose layers keep keys and values per head, with full attention
 or a sliding window, or one latent vector for all heads (MLA). Other models are refused with the unsupported key of
@@ -37,7 +37,7 @@ transformers ties the embeddings by default."""
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shapes that decide the bytes of a model's cache and weights."""
+    """Shapes that determine the bytes of a model's cache and weights."""
 
     path: Path
     kv: KVShape
@@ -57,8 +57,8 @@ class ModelShape:
         """Number of parameters; None for a family whose weights are not counted."""
         return None if self.tensors is None else sum(map(prod, self.tensors().values()))
 
-    def kv_heads_of_a_rank(self, ranks: int) -> int:
-        """Return the KV heads per GPU on `ranks` GPUs. Heads are copied if there are more GPUs than heads.
+    def kv_heads_per_rank(self, ranks: int) -> int:
+        """Return the KV heads per GPU on `ranks` GPUs. If there are more GPUs than heads, several GPUs hold the same head.
 
         Raises:
             UserError: if the heads do not divide evenly.
@@ -79,11 +79,11 @@ class ModelShape:
         Raises:
             UserError: for a family whose weights are not counted.
         """
-        kv_share = self.kv_heads_of_a_rank(ranks) / self.kv.kv_heads
+        kv_share = self.kv_heads_per_rank(ranks) / self.kv.kv_heads
         if self.tensors is None:
             raise UserError(
-                f"capacity.weights_gib=null: the weights are counted for {', '.join(FAMILIES)} that are not quantized already, "
-                f"and {self.path} is none; give the GiB of its weights"
+                f"capacity.weights_gib=null: kvgate counts unquantized weights of {', '.join(FAMILIES)}, "
+                f"not the weights of {self.path}; give their GiB"
             )
         total = 0.0
         for name, shape in self.tensors().items():
@@ -105,7 +105,7 @@ def read_model(path: Path) -> ModelShape:
     if path.is_file():
         return _describe(path, inspect_gguf(path).config)
     if not path.is_dir():
-        raise refusal(path, "no such directory; give one with a config.json, or a GGUF file")
+        raise refusal(path, "no such directory; give a directory with a config.json, or a GGUF file")
     return _describe(path, model_keys(read_json(path, "config.json")))
 
 
@@ -120,11 +120,11 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     other = other_cache(config)
     if other is not None:
         key, reason = other
-        raise refusal(path, f"config.json: {key}={short(config[key])}: {reason}; its cache is not counted; give another")
+        raise refusal(path, f"config.json: {key}={short(config[key])}: {reason}; its cache is not counted; give another model")
     family = FAMILIES.get(str(config.get("model_type")))
     supported = family is not None
     served = family is not None and config.get("architectures") == [family.architecture]
-    config = family.completed(config) if family else config
+    config = family.with_defaults(config) if family else config
     if not supported:
         integer(path, config, "num_key_value_heads")
     shape, q_heads = attention_shape(path, config)

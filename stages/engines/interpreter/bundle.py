@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.exports import holder
+from stages.checkpoints.exports import supporting_backend
 from stages.core.errors import UserError
 from stages.core.files import link_or_copy_all
 from stages.engines.bundle import BuiltFor, ModelRecord
@@ -38,9 +38,8 @@ class ServedBundle(ModelRecord):
 
 def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> str:
     """Return the message of a policy that a library's cache cannot store, with alternatives."""
-    return (
-        f"kv={policy.name}: backend={backend} cannot hold it ({reason}); choose {choices}, or {holder(policy)}, which runs it"
-    )
+    alternative = supporting_backend(policy)
+    return f"kv={policy.name}: backend={backend} cannot hold it ({reason}); choose {choices}, or {alternative}, which runs it"
 
 
 def copy_linking_weights(names: Iterable[str], source: Path, out: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from stages.checkpoints.description import CheckpointInfo, read_config
-from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.checkpoints.exports import describe_format, single_format_refusal
 from stages.core.errors import UserError
 from stages.core.files import link_or_copy
 from stages.core.strict import StrictModel
@@ -57,7 +57,7 @@ PROGRAM = Program(
 
 def cache_types(policy: KVPolicy, head_dim: int) -> dict[Side, str]:
     """Return llama.cpp's types of keys and values for a policy. Raises UserError if llama.cpp does not support the policy."""
-    reason = beyond_one_format(policy.model_copy(update={"value": policy.key}))
+    reason = single_format_refusal(policy.model_copy(update={"value": policy.key}))
     forms = {Side.KEY: policy.key, Side.VALUE: policy.value}
     types = {side: form.code.llamacpp for side, form in forms.items()}
     for side, form in forms.items():

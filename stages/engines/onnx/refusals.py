@@ -3,7 +3,7 @@
 They also apply to TensorRT plans, which are built from the same graphs.
 """
 
-from stages.checkpoints.exports import holder
+from stages.checkpoints.exports import supporting_backend
 from stages.core.errors import UserError
 from stages.policies.policy import KVPolicy
 
@@ -19,7 +19,7 @@ def refuse_reference_only(policy: KVPolicy) -> None:
                 instead.append("rotation=hadamard")
             raise UserError(
                 f"kv.{key}.{key_part}={getattr(form, key_part)}: ONNX graphs cannot compute this format; "
-                f"use {holder(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
+                f"use {supporting_backend(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
             )
 
 

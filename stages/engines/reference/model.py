@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from stages.checkpoints.quantized import ROUNDED
+from stages.checkpoints.quantized import INT8_INPUTS_KEY
 from stages.checkpoints.rope_check import head_dim_of
 from stages.checkpoints.windows import layer_windows
 from stages.policies.policy import KVPolicy, KVShape
@@ -45,7 +45,7 @@ def round_inputs(model: Any) -> None:
         scale = (inputs[0].abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         return (inputs[0] / scale).round() * scale
 
-    for name in getattr(model.config, ROUNDED, ()):
+    for name in getattr(model.config, INT8_INPUTS_KEY, ()):
         model.get_submodule(name).register_forward_pre_hook(rounded)
 
 

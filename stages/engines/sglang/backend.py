@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.checkpoints.description import CheckpointInfo
-from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.checkpoints.exports import describe_format, single_format_refusal
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
 from stages.engines.interpreter.backend import InterpreterBackend
@@ -30,7 +30,7 @@ COMMAND_FILE = "launch.txt"
 
 def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     """Return the type of SGLang's cache that stores a policy. Raises UserError if no type does."""
-    key, reason = policy.key, beyond_one_format(policy)
+    key, reason = policy.key, single_format_refusal(policy)
     if reason is None and key.exact:
         if key.dtype == "fp16" or key.code.storage.torch == config.dtype:
             return "auto"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from stages.checkpoints.description import refuse_other_attention
-from stages.checkpoints.exports import holder
+from stages.checkpoints.exports import supporting_backend
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.hardware import gpus
 from stages.engines.backend import ROUNDING, Artifacts, Backend, Job, Source
@@ -159,7 +159,7 @@ def refuse_caches(job: Job) -> None:
     if policy.eviction is not None:
         raise UserError(
             f"kv.eviction.window_tokens={policy.eviction.window_tokens}: plans read every page of a sequence; set "
-            f"kv.eviction=null, or {holder(policy)}, which evicts"
+            f"kv.eviction=null, or {supporting_backend(policy)}, which evicts"
         )
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from stages.checkpoints.description import CheckpointInfo
-from stages.checkpoints.exports import beyond_one_format, describe_format
+from stages.checkpoints.exports import describe_format, single_format_refusal
 from stages.checkpoints.quantized import Quantized
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.memory import GIB
@@ -117,7 +117,7 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
 def _reason(policy: KVPolicy, key: Format, dtype: str | None, config: VllmConfig) -> str | None:
     """Return why vLLM's cache type `dtype` cannot store a policy; None if it can."""
     skips, form = skipped_layers(policy), describe_format(key)
-    if reason := beyond_one_format(policy if skips is None else policy.model_copy(update={"overrides": ()})):
+    if reason := single_format_refusal(policy if skips is None else policy.model_copy(update={"overrides": ()})):
         return reason
     if skips and key.exact:
         return "vLLM gives skipped layers the type of the others"

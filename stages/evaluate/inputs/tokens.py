@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from stages.checkpoints.files import named_ends
+from stages.checkpoints.files import end_tokens
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample
@@ -36,7 +36,7 @@ class BundleTokenizer:
         self._tokenizer.model_max_length = UNLIMITED  # avoids a warning; `check_lengths` checks lengths
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
-        self.ends: tuple[int, ...] = tuple(dict.fromkeys([self._tokenizer.eos_token_id, *named_ends(directory)]))
+        self.ends: tuple[int, ...] = tuple(dict.fromkeys([self._tokenizer.eos_token_id, *end_tokens(directory)]))
         """Tokens that end an answer: the tokenizer's eos, and the end tokens in generation_config.json and config.json."""
 
     @cached_property

@@ -32,7 +32,7 @@ from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from pipeline.chain.inputs import check_draft, check_inputs
 from pipeline.config.compose import plan
 from stages.checkpoints.description import inspect_checkpoint
-from stages.checkpoints.files import named_ends
+from stages.checkpoints.files import end_tokens
 from stages.checkpoints.gguf import convert
 from stages.checkpoints.gguf.convert import convert_gguf
 from stages.checkpoints.gguf.header import GGUFTensor, Header
@@ -40,7 +40,7 @@ from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.tokenizer import write_tokenizer
 from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.intake.finite import GGUF_NUMBERS, NOT_FINITE, check_finite_gguf
-from stages.checkpoints.intake.opening import check_opens
+from stages.checkpoints.intake.opening import check_loadable
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import UserError
@@ -125,14 +125,14 @@ def test_a_non_finite_block_is_found_without_dequantizing_it(kind: str, tmp_path
 def test_a_non_finite_weight_is_refused_at_every_opening(tmp_path: Path) -> None:
     gguf = write_gguf(tmp_path / "s.gguf", "Llama", random_model("Llama"))
     info = inspect_gguf(gguf).info
-    check_opens(info)
+    check_loadable(info)
     before = gguf.stat()
     with gguf.open("r+b") as stream:
         stream.seek(-64, os.SEEK_END)
         stream.write(b"\xff" * 64)
     os.utime(gguf, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(UserError, match="not finite"):
-        check_opens(info)
+        check_loadable(info)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_token_types_decide_special_and_whole_tokens(tmp_path: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "a", "<tool>", "b"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>b"
     assert tokenizer.pad_token == "<|endoftext|>"
-    assert named_ends(tmp_path / "checkpoint") == (2, 0)
+    assert end_tokens(tmp_path / "checkpoint") == (2, 0)
 
 
 def sentencepiece(text: str) -> list[int]:

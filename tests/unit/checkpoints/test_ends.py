@@ -15,9 +15,9 @@ from helpers.verdicts.evaluations import builtin_workloads
 from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
 from stages.checkpoints.description import inspect_checkpoint
-from stages.checkpoints.files import named_ends
+from stages.checkpoints.files import end_tokens
 from stages.checkpoints.gguf.model import inspect_gguf
-from stages.checkpoints.intake.opening import TEXTS, check_opens
+from stages.checkpoints.intake.opening import TEXTS, check_loadable
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample
@@ -52,12 +52,12 @@ def checkpoint(directory: Path, generation: object, config: object, **tokenizer:
 )
 def test_both_files_name_ends(generation: object, config: object, expected: tuple[int, ...], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", generation, config)
-    assert named_ends(folder) == expected
+    assert end_tokens(folder) == expected
     (tmp_path / "bundle").mkdir()
     copy_tokenizer(folder, tmp_path / "bundle")
-    assert named_ends(tmp_path / "bundle") == expected
+    assert end_tokens(tmp_path / "bundle") == expected
     (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": USER}}))
-    assert named_ends(folder)[-1] == USER
+    assert end_tokens(folder)[-1] == USER
 
 
 NEXT_TURN_ENDS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
@@ -119,7 +119,7 @@ def test_the_named_class_does_not_change_tokens(copied: Path, name: str) -> None
         assert loaded(text)["input_ids"] == itself.encode(text).ids
     assert loaded.eos_token == "<|end|>"
     assert loaded.chat_template
-    check_opens(inspect_checkpoint(copied))
+    check_loadable(inspect_checkpoint(copied))
 
 
 @pytest.mark.parametrize(("name", "sound"), [("GPT2Tokenizer", True), ("Qwen2Tokenizer", True), ("LlamaTokenizer", False)])
@@ -131,4 +131,4 @@ def test_a_tokenizer_class_that_loses_spaces_is_refused(copied: Path, name: str,
     (copied / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
     changed(copied / "tokenizer_config.json", tokenizer_class=name)
     with nullcontext() if sound else pytest.raises(UserError, match=r"model.path=.*tokenizer"):
-        check_opens(inspect_checkpoint(copied))
+        check_loadable(inspect_checkpoint(copied))

@@ -49,7 +49,7 @@ def test_tensors_that_share_bytes_or_leave_a_gap_are_refused(small: Path, tmp_pa
     at = content.index(name) + len(name)
     at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4
     (old,) = struct.unpack_from("<Q", content, at)
-    assert "and the tensor before it ends at byte" in refusal(
+    assert "but the previous tensor ends at byte" in refusal(
         altered(small, tmp_path / "m.gguf", at, struct.pack("<Q", offset(old)))
     )
 
@@ -78,16 +78,16 @@ GEMMA3 = {"gemma3__attention__causal": True}
         ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
         ({"llama__block_count": 1}, "tensor blk.1.attn_k.weight does not belong to a llama"),
         ({"attention_bias": True}, "tensor blk.0.attn_k.bias does not belong to a llama"),
-        ({"llama__feed_forward_length": 128}, "has shape (96, 64), a llama of this size has it in shape (128, 64)"),
-        ({"llama__rope__dimension_count": 8}, "keys, values and rotary embedding must have one width"),
+        ({"llama__feed_forward_length": 128}, "has shape (96, 64); a llama of this size has shape (128, 64)"),
+        ({"llama__rope__dimension_count": 8}, "keys, values and rotary embedding must have the same width"),
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type=longrope is not supported"),
         ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.factor must be a positive float, got None"),
         ({"rope_freqs": [1.0, 2.0]}, "rope_freqs.weight must be 8 values"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model=bert is not supported"),
-        ({"tokenizer__ggml__pre": "jais"}, "tokenizer.ggml.pre=jais: how its tokenizer cuts text is not known here"),
+        ({"tokenizer__ggml__pre": "jais"}, "tokenizer.ggml.pre=jais: kvgate does not know how this tokenizer splits text"),
         ({"tokenizer__ggml__pre": None}, "tokenizer.ggml.pre=None"),
         ({"tokenizer__ggml__merges": ["h q"]}, "'h q' is not a merge of two tokens to a token"),
-        ({"tokenizer__ggml__tokens": ["a", "a"]}, "tokenizer.ggml.tokens must be different texts"),
+        ({"tokenizer__ggml__tokens": ["a", "a"]}, "tokenizer.ggml.tokens must be different, non-empty texts"),
         ({"tokenizer__ggml__token_type": [1]}, "tokenizer.ggml.token_type must be"),
         ({"tokenizer__ggml__eos_token_id": 99_999}, "tokenizer.ggml.eos_token_id=99999 is outside its"),
         ({"tokenizer__ggml__eos_token_id": None}, "tokenizer.ggml.eos_token_id is missing"),

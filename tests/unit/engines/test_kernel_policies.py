@@ -139,7 +139,7 @@ def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key(monkeypatch: py
     assert "compute_dtype" not in open_backend(TorchConfig(name="torch", device="cpu", threads=1)).run_parts()
 
 
-SLIDES = "config.json: 3 of 3 layers attend to their last 32 tokens alone: "
+SLIDES = "config.json: 3 of 3 layers attend only to their last 32 tokens: "
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "trtllm", "vllm", "sglang", "torch backend.device=cuda"])

@@ -183,11 +183,11 @@ def test_an_incomplete_config_json_is_refused_in_one_line(tmp_path: Path) -> Non
         ({"model_type": "falcon", "num_key_value_heads": None}, "config.json: num_key_value_heads must be"),
         ({"kv_lora_rank": 512}, "config.json: qk_rope_head_dim must be a positive integer"),
         ({"kv_lora_rank": "512", "qk_rope_head_dim": 64}, "config.json: kv_lora_rank must be a positive integer"),
-        ({"model_type": "new", "sliding_window": 512}, "sliding_window=512 of new, and no layer_types"),
+        ({"model_type": "new", "sliding_window": 512}, "sliding_window=512 in a new without layer_types"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
     ]
     for changes, expected in cases:
         with refused(UserError, f"model.path={tmp_path}: ", expected):
             read_model(written(tmp_path, LLAMA_8B | changes))
-    with refused(UserError, "capacity.weights_gib=null: the weights are counted for llama, mistral"):
+    with refused(UserError, "capacity.weights_gib=null: kvgate counts unquantized weights of llama, mistral"):
         memory_budget(read_model(written(tmp_path, COHERE)), use(), "none")
