@@ -14,18 +14,14 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from pipeline.chain.actions import CHECKS_AHEAD
 from pipeline.chain.inputs import checks
 from pipeline.chain.job_run import Run
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import verdict_lines
 from pipeline.config.compose import Plan
-from pipeline.config.config import Config
 from pipeline.config.suiting import has_chat_template
-from pipeline.loading import open_backend, required_libraries
-from pipeline.registry.reaching import check_reachable
-from pipeline.registry.tracking import locate
+from pipeline.loading import required_libraries
 from pipeline.store.store import Store
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
@@ -127,7 +123,7 @@ def preview(planned: Plan) -> int:
     foreseen, store = Preview(), DryStore(planned.jobs[0].artifacts)
     opened = set[Path]()  # a sweep has one work directory
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
-        codes = {foreseen.check(job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
+        codes = {foreseen.check(job, check) for check in checks(config, opened)}
         if not config.facts.makes:
             console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:
@@ -153,22 +149,6 @@ def _print(foreseen: Preview, *, sweeping: bool) -> None:
     for (_, line), jobs in foreseen.problems.items():
         console.error(f"job {', '.join(map(str, jobs))}: {line}" if sweeping else line)
     console.say("dry=true: nothing was written")
-
-
-def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
-    """Yield checks of later requirements: a missing GPU, or a tracking store that does not open."""
-    if config.facts.judges:
-        yield open_backend(config.backend).check_runs
-    if config.stage in CHECKS_AHEAD:
-        yield partial(CHECKS_AHEAD[config.stage], config)
-    if config.tracking.enabled and config.facts.tracked:
-        yield partial(_check_tracking, config)
-
-
-def _check_tracking(config: Config) -> None:
-    location = locate(config.tracking, config.work, config.model.label)
-    if location.exists:
-        check_reachable(location)
 
 
 def _say_questions(run: Run) -> None:

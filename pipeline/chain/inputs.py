@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from pipeline.chain.actions import CHECKS
+from pipeline.chain.actions import CHECKS, CHECKS_AHEAD
 from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
 from pipeline.loading import open_backend, required_libraries
 from pipeline.registry import summary
+from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
 from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir
@@ -46,7 +47,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
     `opened` holds the checkpoints that this command already found sound; the checks extend it.
     """
     yield config.signing.check
-    if config.facts.uses_work:
+    if config.facts.work != "ignored":
         yield partial(_check_work, config)
     if config.tracking.enabled and config.facts.tracked:
         yield partial(locate, config.tracking, config.work, config.model.label)
@@ -58,6 +59,19 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
         yield partial(_check_model, config, opened)
     if config.tracking.enabled and config.facts.needs_registered:
         yield partial(_check_registered, config)
+    if config.dry:  # requirements of later steps, which a real job meets when it gets there
+        if config.facts.judges:
+            yield open_backend(config.backend).check_runs
+        if config.stage in CHECKS_AHEAD:
+            yield partial(CHECKS_AHEAD[config.stage], config)
+        if config.tracking.enabled and config.facts.tracked:
+            yield partial(_check_tracking, config)
+
+
+def _check_tracking(config: Config) -> None:
+    location = locate(config.tracking, config.work, config.model.label)
+    if location.exists:
+        check_reachable(location)
 
 
 def _check_registered(config: Config) -> None:
@@ -134,7 +148,7 @@ def _refuse_longer(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
 
 
 def _check_work(config: Config) -> None:
-    if config.facts.recorded:
+    if config.facts.work == "used":
         check_workdir(config.work, config.workdir)
         summary.load(config.work)
     else:

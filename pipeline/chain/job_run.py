@@ -69,11 +69,14 @@ class Run:
                 return self.verdict_steps.report()
         raise ValueError(f"stage={self.config.stage} makes no artifacts")
 
-    def engines(self) -> Engines:
-        """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off."""
+    def engines(self, *, decides: bool = True) -> Engines:
+        """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off.
+
+        `decides`: whether the configured gates decide again.
+        """
         with show_progress("opening MLflow"):
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        gates = self.config.gates if self.config.facts.applies_gates else None
+        gates = self.config.gates if decides else None
         return Engines(store, partial(registered_engine, identities(self.config.artifacts), self.config.signing, gates))

@@ -93,7 +93,7 @@ def recommend_policy(run: Run) -> None:
     name, candidates = recommendation.chosen.name, summary.load(config.work).candidates
     if any(candidate.name == name and candidate.version for candidate in candidates):
         command = next_steps.promotion_command(config, f"promote.name={written(name)}")
-        next_steps.show(next_steps.NextStep(why=f"make {name} the champion", command=command))
+        next_steps.NextStep(f"make {name} the champion", command).show()
 
 
 def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
@@ -248,7 +248,7 @@ def tune(run: Run) -> None:
     chosen = next(entry for entry in report.measured if entry.policy.name == report.chosen)
     console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
     options = folder if chosen.origin != "uniform" else None
-    next_steps.show(next_steps.after_tuning(run.config, report.chosen, options, run.arguments))
+    next_steps.after_tuning(run.config, report.chosen, options, run.arguments).show()
 
 
 def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:

@@ -7,56 +7,43 @@ checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine
 """
 
 import signal
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipeline.chain import advice, serving
-from pipeline.chain.actions import ACTIONS
+from pipeline.chain import actions
 from pipeline.chain.job_run import Run
 from pipeline.chain.launching import LauncherRefusal, launch, start
-from pipeline.chain.showing import compare_in_mlflow, remove_page, show_page, warn_on_error
-from pipeline.cli import console, next_steps, tables
+from pipeline.chain.showing import show_page, show_results, warn_on_error
+from pipeline.cli import console, next_steps
 from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.launchers import BASIC, LOGS
-from pipeline.evidence.reading import bundle_directory
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.store.store import used
 from stages.core.errors import (
     INTERRUPTED,
     SEVERITY,
-    CannotBeJudged,
     GateRefusal,
     MissingRequirement,
     Refusal,
     describe,
     exit_code,
 )
-from stages.core.files import store_of
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
-from stages.engines.bundle import BUNDLE_FILE
-from stages.verdict.candidate import Candidate
 
 
 def holding(config: Config) -> AbstractContextManager[None]:
     """Prevent stage=prune from removing artifacts that a command uses while the block runs."""
-    match config.facts.holds:
-        case "nothing":
-            return nullcontext()
-        case "bundle":  # which may be outside of any work directory
-            store = store_of(bundle_directory(str(config.bundle)).resolve() / BUNDLE_FILE)
-            return used(store, make=False) if store is not None else nullcontext()
-        case "store":
-            root = config.artifacts
-            return used(root, make=config.facts.makes is not None or root.is_dir())
+    if config.facts.work != "used":
+        return nullcontext()
+    return used(config.artifacts, make=config.facts.makes is not None or config.artifacts.is_dir())
 
 
 def run(planned: Plan, sweep: str) -> int:
@@ -90,7 +77,7 @@ def run(planned: Plan, sweep: str) -> int:
                 console.ended_by(error)
                 return _conclude(planned, jobs, exit_code(error))
             with warn_on_error("the end of the command is not recorded"):
-                _conclude(planned, jobs, exit_code(error), jobs.advice(config, error))
+                _conclude(planned, jobs, exit_code(error), next_steps.after_error(config, error, jobs.arguments))
             raise
         return _conclude(planned, jobs, code, step)
 
@@ -168,7 +155,7 @@ class JobRunner:
             with holding(config), required_libraries():
                 self.begin(config)  # not before, because a launcher may refuse its keys
                 run = Run(config, self.sweep, label, self.arguments)
-                ACTIONS[config.stage](run)
+                actions.ACTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)
         except BaseException as error:
@@ -185,16 +172,11 @@ class JobRunner:
             self.run(number, config)
         except Exception as error:
             console.ended_by(error)
-            return Ended(exit_code(error), redact_text(describe(error)), self.advice(config, error))
+            step = next_steps.after_error(config, error, self.arguments, sweep=self.sweeping)
+            return Ended(exit_code(error), redact_text(describe(error)), step)
         finally:
             console.end()
         return Ended()
-
-    def advice(self, config: Config, error: Exception) -> NextStep | None:
-        """Return the next step after the error of a job; None if the error calls for no command."""
-        if not isinstance(error, CannotBeJudged):
-            return None
-        return advice.after_weak(config, error, self.arguments, sweep=self.sweeping)
 
 
 def _promote_passing(run: Run) -> None:
@@ -203,7 +185,7 @@ def _promote_passing(run: Run) -> None:
     if last.candidates[0].verdict == "PASS":
         with console.silent():  # a killed promotion leaves the page of its candidate
             show_page(run.config, last.candidates, last)
-        serving.promote_from(run, last)
+        actions.promote_from(run, last)
 
 
 def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None = None) -> int:
@@ -215,60 +197,39 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     Raises:
         GateRefusal: The candidate of the only job did not pass. A sweep prints its refusal.
     """
-    config = planned.jobs[0]
-    if config.facts.judges:
-        jobs.begin(config)  # an error may have come before any job
-        return _conclude_verdicts(planned, summary.load(config.work, jobs.sweep), code, step)
-    if code == 0:
-        step = next_steps.after_stage(config.facts, planned.arguments or (), sweep=planned.sweeping)
-    next_steps.show(step)
-    if config.facts.recorded:
-        summary.finish(config.work, None, code)
-    return code
-
-
-def _conclude_verdicts(planned: Plan, last: summary.Summary, code: int, step: NextStep | None) -> int:
-    """Conclude an evaluation or a sweep as `_conclude` does."""
-    config, sweeping = planned.jobs[0], planned.sweeping
+    config, sweeping, base = planned.jobs[0], planned.sweeping, planned.arguments or ()
+    if not config.facts.judges:
+        if code == 0:
+            step = next_steps.after_stage(config.facts, base, sweep=sweeping)
+        if step is not None:
+            step.show()
+        if config.facts.work == "used":
+            summary.finish(config.work, None, code)
+        return code
+    jobs.begin(config)  # an error may have come before any job
+    last = summary.load(config.work, jobs.sweep)
     candidates = last.candidates if sweeping else last.candidates[:1]  # Python may judge several jobs in one sweep
     assert candidates or sweeping or code, "a job that ends well records its candidate"
     judged = candidates if sweeping or code == 0 else ()
+    unfinished = last.unfinished if sweeping else None
     write_junit(config.work / JUNIT, last)
-    _show_results(planned, last, candidates)
+    show_results(config, candidates, last, compares=sweeping)
     if judged:
-        base, open_jobs = planned.arguments or (), sweeping and last.unfinished is not None
-        step = advice.after_judging(config, judged, base, swept=planned.swept_keys, unfinished=open_jobs)
-    if last.champion is None:
-        next_steps.show(step)
-    refusal = _refusal(planned, last, judged)
-    code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
-    if sweeping:
-        summary.note(config.work, last.sweep, exit_code=code)
-        if refusal is not None:
-            console.ended_by(refusal)
-        return code
-    summary.finish(config.work, last.sweep, code)
-    if refusal is not None:
-        raise refusal
-    return code
-
-
-def _show_results(planned: Plan, last: summary.Summary, candidates: Sequence[Candidate]) -> None:
-    """Show a sweep's comparison and the report. If there is a champion, the promotion has shown it already."""
-    config, compares = planned.jobs[0], planned.sweeping and bool(candidates)
-    if compares:
-        tables.print_comparison(candidates)
-    if last.champion is None and candidates:
-        show_page(config, candidates, last, unfinished=last.unfinished)
-    elif last.champion is None:
-        remove_page(config.work)
-    if compares:
-        compare_in_mlflow(config, candidates, last.sweep)
-
-
-def _refusal(planned: Plan, last: summary.Summary, judged: Sequence[Candidate]) -> Refusal | None:
-    """Return the error of an unfinished sweep, or of candidates that did not pass; None if there is neither."""
-    if planned.sweeping and last.unfinished is not None:
-        return MissingRequirement(f"{last.unfinished}; run it again to continue")
+        swept = planned.swept_keys
+        step = next_steps.after_judging(config, judged, base, swept=swept, unfinished=unfinished is not None)
+    if step is not None and last.champion is None:
+        step.show()
     reason = planned.refusal([(candidate.name, candidate.verdict, candidate.checks) for candidate in judged])
-    return GateRefusal(reason) if reason else None
+    refusal: Refusal | None = None if reason is None else GateRefusal(reason)
+    if unfinished is not None:
+        refusal = MissingRequirement(f"{unfinished}; run it again to continue")
+    code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
+    if not sweeping:
+        summary.finish(config.work, last.sweep, code)
+        if refusal is not None:
+            raise refusal
+        return code
+    summary.note(config.work, last.sweep, exit_code=code)
+    if refusal is not None:
+        console.ended_by(refusal)
+    return code

@@ -11,7 +11,7 @@ from rich.markup import escape
 from pipeline import __version__
 from pipeline.chain.job_run import open_store
 from pipeline.cli import console
-from pipeline.cli.tables import comparison, reasons_against
+from pipeline.cli.tables import comparison, print_comparison, reasons_against
 from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
@@ -32,13 +32,6 @@ PAGE = "report.html"
 """File in the work directory that shows the last evaluation, sweep or promotion. A command without a verdict removes it."""
 
 
-def remove_page(work: Path) -> None:
-    """Remove the page of an earlier command. Never raises an OSError, which could replace the command's own error."""
-    with suppress(OSError):
-        (work / PAGE).unlink()
-        console.say(f"no verdict: {PAGE} of an earlier command was removed")
-
-
 @contextmanager
 def warn_on_error(what: str) -> Iterator[None]:
     """Turn an exception of the block into a warning, because the block decides nothing."""
@@ -53,6 +46,25 @@ def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore |
     """Return the tracking store with the candidates' runs, or None if no candidate was registered."""
     tracked = any(candidate.version for candidate in candidates)
     return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
+
+
+def show_results(config: Config, candidates: Sequence[Candidate], last: Summary, *, compares: bool) -> None:
+    """Show the report of judged candidates. With `compares`, also a table, and their runs in MLflow.
+
+    If there is a champion, the promotion has shown the report already. If there is no candidate, the report of an earlier
+    command is removed; an OSError must not replace the command's own error.
+    """
+    compares = compares and bool(candidates)
+    if compares:
+        print_comparison(candidates)
+    if last.champion is None and candidates:
+        show_page(config, candidates, last, unfinished=last.unfinished)
+    elif last.champion is None:
+        with suppress(OSError):
+            (config.work / PAGE).unlink()
+            console.say(f"no verdict: {PAGE} of an earlier command was removed")
+    if compares:
+        compare_in_mlflow(config, candidates, last.sweep)
 
 
 def show_page(

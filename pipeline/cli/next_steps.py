@@ -1,28 +1,41 @@
-"""The suggested next command, which a command prints at its end.
+"""The next step that a command suggests at its end.
 
-The command is complete and ready to paste. For stages that work on checkpoints, it repeats the user's arguments with some
+Its command is complete and ready to paste. For stages that work on checkpoints, it repeats the user's arguments with some
 changes. For stages that work on earlier results, it has all settings that differ from the defaults: repeating an `experiment=`
 would start another sweep.
 """
 
+import math
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
 from rich.markup import escape
 
 from pipeline.cli import console
+from pipeline.config import CONF
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import differing, key_of, written
+from pipeline.config.policies import load_policies
 from pipeline.config.stages import StageFacts
-from stages.core.strict import StrictModel
+from stages.core.errors import CannotBeJudged
 from stages.engines.config import BackendConfig, InterpreterConfig
+from stages.policies.policy import KVShape
+from stages.verdict.candidate import Candidate, is_blind
+from stages.workloads.config import LONG
+
+MAX_QUESTIONS = 100_000
+"""Maximum samples of a workload (`workloads.samples`)."""
+QUICK_CHECK = ("experiment=quick", "workloads.conformance_samples=0")
+"""Arguments that make an evaluation a quick check."""
+SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
+"""Model shape for comparing the bytes of policies."""
 
 
 def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
@@ -69,28 +82,22 @@ def _defaults() -> dict[str, Any]:
     return plan([], multirun=False).jobs[0].model_dump(mode="json")
 
 
-class NextStep(StrictModel):
+@dataclass(frozen=True)
+class NextStep:
     """A suggestion for the next step."""
 
     why: str
     command: str | None = None
-    """Shell command; null if the step is not a command."""
-    wrong: list[str] = Field(default=[])
+    """Shell command; None if the step is not a command."""
+    wrong: Sequence[str] = ()
     """Some wrong answers of the baseline, which the step follows from."""
 
-
-def show(step: NextStep | None) -> None:
-    """Print a suggestion, if there is one."""
-    if step is None:
-        return
-    lines = [
-        "",
-        *(f"  {escape(line)}" for line in step.wrong),
-        f"[bold]Next[/]: {escape(step.why)}{':' if step.command is not None else ''}",
-    ]
-    if step.command is not None:
-        lines.append(f"  {escape(step.command)}")
-    console.result("next", *lines, paste=True, **step.model_dump())
+    def show(self) -> None:
+        colon = "" if self.command is None else ":"
+        lines = ["", *(f"  {escape(line)}" for line in self.wrong), f"[bold]Next[/]: {escape(self.why)}{colon}"]
+        if self.command is not None:
+            lines.append(f"  {escape(self.command)}")
+        console.result("next", *lines, paste=True, **asdict(self))
 
 
 def after_stage(facts: StageFacts, base: Sequence[str], *, sweep: bool = False) -> NextStep | None:
@@ -98,7 +105,7 @@ def after_stage(facts: StageFacts, base: Sequence[str], *, sweep: bool = False) 
     if facts.following is None:
         return None
     stage, why = facts.following
-    return NextStep(why=why, command=command_line(base, f"stage={stage}", sweep=sweep))
+    return NextStep(why, command_line(base, f"stage={stage}", sweep=sweep))
 
 
 SERVING = {
@@ -125,7 +132,7 @@ def serving(engine: Path, backend: BackendConfig | None = None) -> str:
 def after_promotion(config: Config, engine: Path) -> NextStep:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={written(str(engine))}"
-    return NextStep(why="verify the engine that serves", command=command_line(trusted, "stage=verify", bundle))
+    return NextStep("verify the engine that serves", command_line(trusted, "stage=verify", bundle))
 
 
 def after_tuning(config: Config, chosen: str, folder: Path | None, base: Sequence[str]) -> NextStep:
@@ -133,4 +140,102 @@ def after_tuning(config: Config, chosen: str, folder: Path | None, base: Sequenc
     arguments = [part for part in base or carried(config) if not part.lstrip("+~").startswith("tune.")]
     if folder is not None and f"--config-dir={folder}" not in arguments:
         arguments = [f"--config-dir={folder}", *arguments]
-    return NextStep(why=f"judge {chosen}", command=command_line(arguments, "stage=evaluate", f"kv={chosen}"))
+    return NextStep(f"judge {chosen}", command_line(arguments, "stage=evaluate", f"kv={chosen}"))
+
+
+def after_judging(
+    config: Config,
+    candidates: Sequence[Candidate],
+    base: Sequence[str],
+    *,
+    swept: Sequence[str] = (),
+    unfinished: bool = False,
+) -> NextStep:
+    """Return the next step after the verdicts of an evaluation or a sweep, whose jobs differ in the keys `swept`.
+
+    `base` are the user's arguments.
+    """
+    sweep, undecided = bool(swept), [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
+    if unfinished:
+        return NextStep("finish the sweep; finished work is reused", command_line(base, sweep=sweep))
+    if all(is_blind(candidate.checks) for candidate in candidates):
+        return NextStep(
+            "ask a trained model questions whose answers are in the prompt: a corrupted cache gave the same results and this "
+            "evaluation cannot tell policies apart (docs/verdict.md#inconclusive-what-now)"
+        )
+    if any(candidate.verdict == "PASS" for candidate in candidates):
+        if config.tracking.enabled:
+            return NextStep("make the best that passed the champion", promotion_command(config))
+        untracked = [part for part in base if not part.lstrip("+").startswith("tracking")]
+        why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
+        return NextStep(why, command_line(untracked, "stage=evaluate", sweep=sweep))
+    if undecided and config.workloads.is_quick_check:
+        remaining = [part for part in base if part.lstrip("+").replace("'", "") not in QUICK_CHECK]
+        conformance = [] if len(remaining) < len(base) else ["workloads.conformance_samples=2"]
+        return NextStep("judge it in full", command_line(remaining, *conformance, sweep=sweep))
+    return _ask_more(config, undecided, base, swept) if undecided else _judge_finer(config, candidates, base, swept)
+
+
+def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep: bool = False) -> NextStep | None:
+    """Return the next step after the error of a job; None unless the baseline failed some workloads."""
+    if not isinstance(error, CannotBeJudged):
+        return None
+    weak, able = error.weak, error.able
+    lengths = [name.removeprefix(LONG) for name in able if name.startswith(LONG)]
+    changes: list[str] = []
+    if lengths and all(name.startswith(LONG) for name in weak):
+        why = f"judge it at the lengths where the model itself answers ({', '.join(lengths)} tokens)"
+        changes = [f"workloads.lengths=[{','.join(lengths)}]"]
+    elif able and all(config.workloads.samples.get(name) for name in weak):  # type: ignore[call-overload]
+        why, changes = f"judge it on what it can do ({', '.join(able)})", [f"workloads.samples.{name}=0" for name in weak]
+    else:
+        why = (
+            "ask questions that this model answers: workloads=chat calibration=chat, or your own, one JSON object a line, as "
+            "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, word the references as the model "
+            "does, or use check mention (docs/questions.md#my-questions)"
+        )
+    return NextStep(why, command_line(base, *changes, sweep=sweep) if changes else None, error.wrong)
+
+
+def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
+    """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
+    needed: dict[str, int] = {}
+    for name, count in (item for candidate in undecided for item in candidate.samples_needed.items()):
+        needed[name] = max(count, needed.get(name, 0))
+    open_checks = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
+    headings = dict.fromkeys(check.gate.heading[0].lower() + check.gate.heading[1:] for check in open_checks)
+    state = f"{', '.join(candidate.name for candidate in undecided)}: undecided: {', '.join(headings)}"
+    following = config.gates.next_attempt
+    # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
+    alpha = config.gates.pass_alpha if following is None else following.pass_alpha
+    factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    questions = config.workloads.asking_more(needed, factor)
+    reasons = [check.reason for check in open_checks if check.bound is None and not needed]  # such as the engine's own noise
+    if following is not None and not (questions.overrides or questions.own_too_few):
+        reasons += [*(check.reason for check in open_checks), "no check was recorded"]
+    if reasons:
+        return NextStep(f"{state}; more questions would not decide: {reasons[0]}; see docs/verdict.md#inconclusive-what-now")
+    if following is None or questions.largest > MAX_QUESTIONS:
+        step = _judge_finer(config, undecided, base, swept)
+        return NextStep(f"{state}; no further attempt can decide it; {step.why}", step.command)
+    only_policies = all(key == "kv" for key in swept)
+    changes = [*questions.overrides, f"gates.attempt={following.attempt}"]
+    if swept and only_policies:
+        changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
+    add = f"; add questions to {config.workloads.jsonl}" if questions.own_too_few else ""
+    command = command_line(base, *changes, sweep=len(undecided) > 1 or not only_policies)
+    return NextStep(f"{state}{add}; ask enough questions to decide it", command)
+
+
+def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
+    """Return a step that judges the next policy with more bytes than all judged ones; if there is none, a search by layer."""
+    shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
+    largest = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
+    ladder = load_policies("kv", config.backend.finer)
+    finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > largest and policy.name not in names), None)
+    if finer is None:
+        return NextStep("no finer uniform policy is left: search formats by layer and side", standing(config, "tune"))
+    still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
+    # The attempts so far were attempts of another candidate.
+    attempt = ["gates.attempt=1"] if config.gates.attempt > 1 else []
+    return NextStep(f"judge {finer.name}, which keeps more", command_line(base, f"kv={finer.name}", *attempt, sweep=still))

@@ -65,7 +65,7 @@ def prune(config: Config) -> None:
     if plan.removable and not applied:
         keep = f"prune.keep_sweeps={config.prune.keep_sweeps}"
         command = next_steps.standing(config, "prune", keep, "prune.apply=true")
-        next_steps.show(next_steps.NextStep(why="remove it", command=command))
+        next_steps.NextStep("remove it", command).show()
 
 
 def make_plan(config: Config) -> PrunePlan:

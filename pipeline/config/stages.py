@@ -16,16 +16,10 @@ class StageFacts:
     """Whether it uses the tracking store."""
     needs_registered: bool = False
     """Whether it works on registered engines only, so that an engine must have been registered."""
-    applies_gates: bool = True
-    """Whether the configured gates decide again on registered engines."""
     promotes: bool = False
     """Whether a single job promotes its candidate if it passed."""
-    uses_work: bool = True
-    """Whether it uses the work directory."""
-    recorded: bool = True
-    """Whether summary.json records its exit code."""
-    holds: Literal["store", "bundle", "nothing"] = "store"
-    """Artifacts that stage=prune must not remove meanwhile: of the work directory, or of the store that has the bundle."""
+    work: Literal["used", "read", "ignored"] = "used"
+    """Use of the work directory. If "used", summary.json records the exit code, and stage=prune removes nothing meanwhile."""
     reads: tuple[str, ...] = ()
     """Keys that other stages refuse."""
     needs: str | None = None
@@ -54,16 +48,13 @@ STAGES = {
     "build": StageFacts(makes="bundle", following=("evaluate", "judge it against the FP16-KV engine")),
     "evaluate": StageFacts(makes="report", tracked=True, reads=("signing.key",)),
     "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
-    # A rollback needs none of the original command's keys.
-    "rollback": StageFacts(tracked=True, needs_registered=True, applies_gates=False),
+    "rollback": StageFacts(tracked=True, needs_registered=True),
     "verify": StageFacts(
-        uses_work=False,
-        recorded=False,
-        holds="bundle",
+        work="ignored",
         reads=("bundle",),
         needs="bundle: missing; stage=verify needs the directory of an engine, or of its evidence",
     ),
-    "audit": StageFacts(uses_work=False, recorded=False, holds="nothing"),
+    "audit": StageFacts(work="ignored"),
     "capacity": StageFacts(plans=True, following=("recommend", "ask which policy has evidence for this use")),
     "recommend": StageFacts(plans=True),
     "all": StageFacts(makes="report", tracked=True, promotes=True, reads=("signing.key",)),
@@ -80,8 +71,8 @@ STAGES = {
         reads=("monitor.snapshot",),
         needs="monitor.snapshot: missing; stage=monitor needs the JSON file of a snapshot",
     ),
-    "status": StageFacts(tracked=True, recorded=False, holds="nothing"),  # it only reads
-    "prune": StageFacts(tracked=True, recorded=False, holds="nothing", reads=("prune.apply",)),  # it takes its own lock
+    "status": StageFacts(tracked=True, work="read"),
+    "prune": StageFacts(tracked=True, work="read", reads=("prune.apply",)),  # it takes its own lock to remove artifacts
 }
 
 if TYPE_CHECKING:

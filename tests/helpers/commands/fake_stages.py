@@ -19,7 +19,7 @@ import pytest
 
 from helpers.verdicts.engine_records import conformance, engine_conformance
 from helpers.verdicts.reports import answered, every_class, report
-from pipeline.chain import dry, engine_steps, inputs, verdict_steps
+from pipeline.chain import engine_steps, inputs, verdict_steps
 from stages.core import errors
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest
@@ -194,6 +194,6 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake("evaluate.joining", join=join)
     monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})  # a process that imports Vega
-    for module in (dry, engine_steps, inputs):
+    for module in (engine_steps, inputs):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
     monkeypatch.setattr(verdict_steps, "TorchBackend", FakeBackend)

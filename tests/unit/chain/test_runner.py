@@ -7,7 +7,7 @@ from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 from helpers.commands.jobs import run_job
 from helpers.registry.candidates import judged_candidate
 
-from pipeline.chain import actions, runner, serving
+from pipeline.chain import actions, runner
 from pipeline.chain.dry import preview
 from pipeline.chain.job_run import Run
 from pipeline.chain.launching import LauncherRefusal
@@ -84,7 +84,7 @@ def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkey
         raise ModuleNotFoundError("No module named 'psycopg2'", name="psycopg2")
 
     judging(monkeypatch, "PASS")
-    monkeypatch.setattr(serving, "promote_from", promote)
+    monkeypatch.setattr(actions, "promote_from", promote)
     (config,) = plan([f"workdir={tmp_path}", "stage=all"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match="psycopg2 is not installed here"):
         run_job(config)
@@ -148,10 +148,10 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, c
     summary.begin(tmp_path, "2", ["int8"])
     summary.finish(tmp_path, "2", 2)
     summary.begin(tmp_path, "3", ["fp8", "int8"])
-    assert serving.promotable(planned.jobs[0]).sweep == "1"
+    assert actions.promotable(planned.jobs[0]).sweep == "1"
     summary.begin(tmp_path, "4", ["fp8", "int8"])
     summary.record(tmp_path, "4", judged)
     with pytest.raises(GateRefusal, match=r"sweep 4 did not finish: .* another sweep with promote.sweep=ID"):
-        serving.promotable(planned.jobs[0])
+        actions.promotable(planned.jobs[0])
     assert preview(planned) == 3
     assert "sweep 4 did not finish" in capsys.readouterr().err

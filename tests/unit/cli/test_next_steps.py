@@ -15,7 +15,6 @@ from helpers.registry.candidates import judged_candidate
 from helpers.registry.judged_engine import config_of
 
 from pipeline.__main__ import _plan_command
-from pipeline.chain import advice
 from pipeline.chain.inputs import checks
 from pipeline.cli import next_steps
 from pipeline.cli.next_steps import NextStep
@@ -105,7 +104,7 @@ def test_the_next_command_repeats_the_users_arguments(
     sweeping = "," in base[0]
     judged = [candidate(tmp_path, name, verdict, {"copy": 700}) for name, verdict in verdicts.items()]
     config = plan([*TYPED, *base], multirun=sweeping).jobs[0]
-    step = advice.after_judging(config, judged, [*TYPED, *base], swept=["kv"] if sweeping else [], unfinished=unfinished)
+    step = next_steps.after_judging(config, judged, [*TYPED, *base], swept=["kv"] if sweeping else [], unfinished=unfinished)
     after = composed(step)
     assert (after.stage, after.model.path, after.workdir) == (stage, TINY, "a dir/it's")
     assert kv is None or (after.kv.name, after.kv.sink_tokens) == (kv, 0)
@@ -131,7 +130,7 @@ def test_after_a_quick_check_comes_a_verdict_or_a_finer_policy(
     look: list[str], verdict: Status, kv: str, quick: bool, tmp_path: Path
 ) -> None:
     base = [*TYPED, *look, "kv=fp8"]
-    after = composed(advice.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base))
+    after = composed(next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base))
     assert (after.kv.name, after.workloads.is_quick_check) == (kv, quick)
     assert look != QUICK or after.tracking.enabled != quick
 
@@ -139,14 +138,14 @@ def test_after_a_quick_check_comes_a_verdict_or_a_finer_policy(
 def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
-    after = composed(advice.after_judging(config, judged, ["experiment=smollm2"], swept=["kv"]))
+    after = composed(next_steps.after_judging(config, judged, ["experiment=smollm2"], swept=["kv"]))
     assert (after.stage, after.work, after.model) == ("promote", config.work, config.model)
 
 
 def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) -> None:
     base = [*TYPED, "kv=fp8", "backend=vllm", "backend.python=/opt/vllm/bin/python"]
     config = config_of(*[one for one in base if not one.startswith("backend.threads")])
-    step = advice.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], base)
+    step = next_steps.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], base)
     assert "stage=promote backend=vllm backend.python=/opt/vllm/bin/python" in str(step.command)
 
 
@@ -178,7 +177,7 @@ def test_the_suggested_change_depends_on_the_undecided_gates(
     tmp_path: Path, base: list[str], needed: dict[str, int], gate: Gate, says: str
 ) -> None:
     judged = candidate(tmp_path, "fp8", "INCONCLUSIVE", needed, gate)
-    step = advice.after_judging(config_of(*base), [judged], base)
+    step = next_steps.after_judging(config_of(*base), [judged], base)
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
         composed(step)
@@ -194,7 +193,8 @@ def test_the_suggested_change_depends_on_the_undecided_gates(
     ],
 )
 def test_workloads_that_the_baseline_fails_are_replaced(base: list[str], weak: list[str], able: list[str], says: str) -> None:
-    step = advice.after_weak(config_of(*base), CannotBeJudged("", weak, able), base)
+    step = next_steps.after_error(config_of(*base), CannotBeJudged("", weak, able), base)
+    assert step is not None
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
         after = composed(step).workloads
@@ -208,7 +208,7 @@ def test_no_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Path, ve
     unseen = Check(
         gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
     )
-    step = advice.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
+    step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
     assert step.command is None
     assert "a corrupted cache gave the same results" in step.why
 
@@ -273,7 +273,7 @@ BASE = [*TYPED, "kv=fp8"]
     ],
 )
 def test_every_other_ending_names_a_command_that_composes(stage: str, command: Callable[[Config], str]) -> None:
-    assert composed(NextStep(why="", command=command(config_of(*BASE)))).stage == stage
+    assert composed(NextStep("", command(config_of(*BASE)))).stage == stage
 
 
 def test_a_tuned_policy_is_judged_with_the_users_options(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_wider_sweep_judges_the_finer_policy_by_a_sweep(tmp_path: Path) -> Non
     judged = [
         candidate(tmp_path, f"{kv} weights={weights}", "FAIL") for kv in ("int8_tensor", "int4") for weights in ("none", "fp8")
     ]
-    step = advice.after_judging(plan(base, multirun=True).jobs[0], judged, base, swept=["kv", "weights"])
+    step = next_steps.after_judging(plan(base, multirun=True).jobs[0], judged, base, swept=["kv", "weights"])
     assert composed(step).kv.name == "int8"
 
 

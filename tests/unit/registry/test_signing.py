@@ -17,9 +17,9 @@ from helpers.registry.judged_engine import candidate_of, cited_tags, config_of, 
 from helpers.registry.signing_keys import key_pair, keys
 
 from pipeline.api import champion
+from pipeline.chain.actions import rollback
+from pipeline.chain.actions import verify as verify_stage
 from pipeline.chain.job_run import Run
-from pipeline.chain.serving import rollback
-from pipeline.chain.serving import verify as verify_stage
 from pipeline.config.compose import plan
 from pipeline.config.signing import SIGNATURE_FILE, SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
