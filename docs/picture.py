@@ -20,6 +20,8 @@ FIGURES, PICTURE = HERE / "picture.json", HERE / "picture.svg"
 LENGTHS, LENGTHS_PICTURE = HERE.parent / "benchmarks" / "results" / "long_smollm2.json", HERE / "lengths.svg"
 LEAST = 1e-3
 """Lowest position on the logarithmic axis."""
+PADDING = {"left": 20, "top": 8, "right": 16, "bottom": 8}
+"""Pixels; the sides have room for fonts that are wider than the font of the layout."""
 COLOURS = {
     "--pass": "#14692f", "--fail": "#b3202a", "--inconclusive": "#7d5700", "--faint": "#56606b", "--ink": "#1b2026",
     "--line": "#d5dbe1",
@@ -111,10 +113,10 @@ def lengths(measured: dict[str, Any]) -> list[Datum]:
         for one in measured["results"]
         for place, verdict, value, bound, limit in [
             *(
-                (f"{at['length']:,} tokens (limit 80%)", at["status"], at["recovery"], at["bound"], at["limit"])
+                (f"{at['length']:,} (limit 80%)", at["status"], at["recovery"], at["bound"], at["limit"])
                 for at in one["lengths"]
             ),
-            ("all lengths (limit 95%)", one["verdict"], one["recovery"], one["recovery"], 0.95),
+            ("all (limit 95%)", one["verdict"], one["recovery"], one["recovery"], 0.95),
         ]
     ]
 
@@ -129,7 +131,7 @@ def draw(chart: Spec, config: dict[str, Any], rows: list[Datum]) -> str:
         "shape": field | {"scale": {"domain": occurring, "range": list(shapes)}},
     }
     chart.get("spec", chart)["layer"][-1]["encoding"] = marks
-    (drawn,) = draw_svg([{**chart, "config": config | {"background": "white", "padding": 8}, "data": {"values": rows}}])
+    (drawn,) = draw_svg([{**chart, "config": config | {"background": "white", "padding": PADDING}, "data": {"values": rows}}])
     return re.sub(r"var\((--\w+)\)", lambda found: COLOURS[found[1]], drawn)
 
 
