@@ -41,7 +41,7 @@ KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "context_reduce": (context_reduce, join_variant),
     "append": (append, append_variant),
 }
-"""Kernel of each operation, and the function that specialises it."""
+"""Operation -> its kernel, and the function that returns the kernel's variant for a setting."""
 
 POINTERS = {
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8", "int32": "*i32"
@@ -49,13 +49,13 @@ POINTERS = {
 """Triton's pointer type for each of torch's element types. Kernels load float8 as bytes."""
 
 PORTABLE_PTX = 81
-"""PTX ISA 8.1 (CUDA 12.1): every later driver loads it. Earlier versions do not convert float8 on sm_89."""
+"""PTX ISA 8.1 (CUDA 12.1), which every later driver loads. Earlier versions cannot convert float8 on sm_89."""
 
 NEWER_PTX = 100
-"""First compute capability that PORTABLE_PTX does not know; from here on Triton chooses the PTX version."""
+"""First compute capability that PORTABLE_PTX does not support. From here on Triton chooses the PTX version."""
 
 SHARED_LIMIT = 48 * 1024
-"""Bytes of shared memory that a kernel may use without cudaFuncSetAttribute."""
+"""Maximum bytes of shared memory of a kernel without cudaFuncSetAttribute."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
 def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None]:
     """Return Triton's type of every parameter except constexprs, by name; None for an absent tensor.
 
-    Parameters of one name mean the same in all kernels. The int32 extras are the number of columns of page_table
-    (`table_width`), of new tokens of a sequence (`tokens`), of splits, programs and sequences (`batch`), and the second
+    Parameters with the same name have the same meaning in all kernels. The int32 extras are the columns of page_table
+    (`table_width`), the new tokens per sequence (`tokens`), the splits, programs and sequences (`batch`), and the second
     dimensions of the append's pools and exact buffers (`pages`, `buffers`).
     """
     layout, new = setting.layout, POINTERS[setting.dtype]
@@ -133,10 +133,10 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
 
 
 def strip_hidden_parameters(ptx: str, keep: int) -> str:
-    """Return PTX whose entry declares only its first `keep` parameters."""
+    """Return the PTX with only the first `keep` parameters of its entry. The others must be unused."""
     entry = re.search(r"(\.visible \.entry (\w+)\()(.*?)(\n\))", ptx, re.DOTALL)
     if entry is None:
-        raise RuntimeError("no .visible .entry in the PTX that Triton made")
+        raise RuntimeError("Triton's PTX has no .visible .entry")
     name, parameters, body = entry[2], entry[3].split(",\n"), ptx[entry.end() :]
     used = [f"{name}_param_{i}" for i in range(keep, len(parameters)) if re.search(rf"{name}_param_{i}\b", body)]
     if used:

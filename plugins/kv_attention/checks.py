@@ -1,19 +1,19 @@
-"""Checks of the tensors of a launch: types, shapes, strides, addresses and devices, never contents."""
+"""Checks of a launch's tensors: types, shapes, strides, addresses and devices, never contents."""
 
 from collections.abc import Mapping
 from typing import get_args
 
 from torch import Tensor
 
-from plugins.kv_attention.layout import CacheLayout, Dims, misfit
+from plugins.kv_attention.layout import CacheLayout, Dims, dimension_problem
 from plugins.kv_attention.variants import Compute
 
 ALIGNMENT = 16
 """Alignment in bytes of a page's rows and of a pool's address. The compiler relies on both."""
 
 INT32 = ("int32",)
-Wanted = tuple[tuple[str, ...], Dims]
-"""Types that a tensor may have, as torch names them, and its dimensions."""
+TensorSpec = tuple[tuple[str, ...], Dims]
+"""Allowed types of a tensor, as torch names them, and its dimensions."""
 
 
 def check_launch(
@@ -27,19 +27,19 @@ def check_launch(
 
     Args:
         layout: Format of the cache.
-        tensors: Every tensor except the cache's; None for an absent one.
-        cache: Exactly the layout's tensors.
-        rows: Letter of the new tokens.
-        layers: Letter of a leading dimension of the cache and the new tokens, if several layers are launched at once.
+        tensors: All tensors except the cache's; None if absent.
+        cache: The tensors of the layout, and no others.
+        rows: Letter of the dimension of the new tokens.
+        layers: Letter of a leading dimension of the cache and the new tokens, if one launch covers several layers.
 
     Raises:
-        ValueError: A tensor has a type, shape, stride, address or device that the kernels do not read.
+        ValueError: The kernels do not support the type, shape, stride, address or device of a tensor.
     """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     new_type = str(present["key_new"].dtype).removeprefix("torch.")
     computed: tuple[str, ...] = (new_type,) if new_type in get_args(Compute) else get_args(Compute)
-    new: Wanted = (computed, (*layers, rows, layout.kv_heads, layout.head_dim))
-    specs: dict[str, Wanted] = {
+    new: TensorSpec = (computed, (*layers, rows, layout.kv_heads, layout.head_dim))
+    specs: dict[str, TensorSpec] = {
         "key_new": new,
         "value_new": new,
         "query": (computed, (rows, "Hq", layout.head_dim)),
@@ -50,10 +50,12 @@ def check_launch(
         "sequences": (INT32, ("B", 4)),
         "query_starts": (INT32, (present["lengths"].numel() + 1,)),
     }
-    cache_specs: dict[str, Wanted] = {name: ((kind,), (*layers, *dims)) for name, (kind, dims) in layout.any_size().items()}
+    cache_specs: dict[str, TensorSpec] = {
+        name: ((kind,), (*layers, *dims)) for name, (kind, dims) in layout.tensor_dims().items()
+    }
     if cache.keys() != cache_specs.keys():
-        names = " and ".join(", ".join(sorted(tensors)) or "nothing" for tensors in (cache_specs, cache))
-        raise ValueError(f"the cache must have the layout's tensors; wanted and got: {names}")
+        expected, actual = (", ".join(sorted(tensors)) or "nothing" for tensors in (cache_specs, cache))
+        raise ValueError(f"the cache must have the tensors {expected}; got {actual}")
     if layout.exact_tokens and "exact_slots" not in present:
         raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
     check({**present, **cache}, {name: spec for name, spec in specs.items() if name in present} | cache_specs)
@@ -61,13 +63,13 @@ def check_launch(
         raise ValueError(f"query must have a multiple of the {layout.kv_heads} KV heads, got {present['query'].shape[1]}")
 
 
-def check(tensors: Mapping[str, Tensor], specs: Mapping[str, Wanted]) -> None:
-    """Check tensors against the wanted types and dimensions. All but the new tokens must be contiguous, and pools aligned."""
+def check(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """Check types and dimensions of tensors. All but the new tokens must be contiguous, and pools must be aligned."""
     sizes: dict[str, int] = {}
     device = next(iter(tensors.values())).device
     for name, (types, dims) in specs.items():
         tensor = tensors[name]
-        problem = misfit(name, tensor.shape, dims, sizes)
+        problem = dimension_problem(name, tensor.shape, dims, sizes)
         if problem is not None:
             raise ValueError(problem)
         kind, address = str(tensor.dtype).removeprefix("torch."), tensor.data_ptr()

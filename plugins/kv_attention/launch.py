@@ -37,11 +37,11 @@ from plugins.kv_attention.variants import (
 )
 
 INTERPRETED_PROGRAMS = 4
-"""Programs of all KV heads in the interpreter, which runs them in turn: a few, so that the reduce has work."""
+"""Programs of all KV heads in the interpreter, which runs them one by one: a few, so that there are parts to reduce."""
 
 
 class DecodePlan(NamedTuple):
-    """The work list of a decode step, which all layers with the same exact tokens share (kernels/decode.py)."""
+    """Work list of a decode step (kernels/decode.py). All layers with the same number of exact tokens share it."""
 
     work: Tensor
     """(Y, 5) int32: sequences and pages of every program."""
@@ -50,7 +50,7 @@ class DecodePlan(NamedTuple):
 
 
 def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
-    """Return K, the programs over the pages of a KV head that run at once for all heads.
+    """Return K, the number of programs per KV head such that the programs of all heads run at once.
 
     The number is rounded down, because a few more programs would run afterwards and double the time. It depends on shapes only,
     so that a CUDA graph can capture the launch. `resident`: programs that one SM runs at once.
@@ -59,23 +59,23 @@ def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, re
 
 
 def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, scaling: float) -> int:
-    """Return the programs over the pages of a KV head that fill the device of the query (B, Hq, D), from shapes alone."""
+    """Return the number of programs per KV head that fills the device of the query (B, Hq, D). Depends only on shapes."""
     (batch, max_pages), device = page_table.shape, query.device
     if device.type == "cpu":
         return choose_programs(batch, layout.kv_heads, max_pages, sm_count=INTERPRETED_PROGRAMS, resident=1)
-    resident = decode_variant(setting_of(layout, query, scaling)).resident
+    resident = decode_variant(make_setting(layout, query, scaling)).resident
     return choose_programs(batch, layout.kv_heads, max_pages, sm_count=sm_count(device), resident=resident)
 
 
-def setting_of(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int = 1) -> Setting:
-    """Return the setting of a launch for queries (B, Hq, D), or for new keys. rows: as in Setting."""
+def make_setting(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int = 1) -> Setting:
+    """Return the setting of a launch for `new`: queries (B, Hq, D), or new keys. `rows`: as in Setting."""
     group = new.shape[-2] // layout.kv_heads
     dtype: Any = str(new.dtype).removeprefix("torch.")
     return Setting(layout, dtype, compute_capability(new.device), group, scaling, rows)
 
 
 def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> DecodePlan:
-    """Make the work list of a decode step on the device. `lengths`: (B) int32, tokens before the current one."""
+    """Write the work list of a decode step on the device. `lengths`: (B) int32, tokens before the current one."""
     if programs < 1:
         raise ValueError(f"programs must be at least 1, got {programs}")
     check({"lengths": lengths}, {"lengths": (INT32, ("B",))})
@@ -87,7 +87,7 @@ def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Decod
 
 
 def decode_attention(layout: CacheLayout, query: Tensor, *inputs: Any, plan: DecodePlan, **options: Any) -> Tensor:
-    """Run the attention of one decode step of one layer: (B, Hq, D) in the query's type. Arguments as in decode_partials."""
+    """Return the attention output (B, Hq, D) of one decode step of one layer. Arguments as in decode_partials."""
     return reduce_partials(layout, *decode_partials(layout, query, *inputs, plan=plan, **options), plan, query.dtype)
 
 
@@ -119,7 +119,7 @@ def decode_partials(
         exact_slots: (B) int32, exact buffer of every sequence; required with exact tokens.
 
     Returns:
-        partial_acc (R, Hq, D) in partial_type(query.dtype), partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has
+        partial_acc (R, Hq, D) in partial_type(query.dtype), partial_ml (R, Hq, 2) float32, R = Y + B; rows without a part
         are not written.
 
     Raises:
@@ -129,42 +129,45 @@ def decode_partials(
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, **plan._asdict()}
     check_launch(layout, new | tables, cache)
     batch, rows = len(query), len(plan.work)
-    variant, partials = decode_variant(setting_of(layout, query, scaling)), empty_partials(query, rows + batch, query.shape[1])
+    variant, partials = (
+        decode_variant(make_setting(layout, query, scaling)),
+        allocate_partials(query, rows + batch, query.shape[1]),
+    )
     run(
         decode_partial, (layout.kv_heads, rows), variant,
-        *attended_tensors(layout, query, key_new, value_new, cache), page_table, lengths, *plan,
-        *exact_tensors(layout, cache, exact_slots), page_table.shape[1], *partials,
+        *attention_inputs(layout, query, key_new, value_new, cache), page_table, lengths, *plan,
+        *exact_inputs(layout, cache, exact_slots), page_table.shape[1], *partials,
     )  # fmt: skip
     return partials
 
 
 def run(kernel: Any, grid: tuple[int, ...], variant: Variant, first: Tensor, *arguments: Any, **named: Any) -> None:
-    """Launch a kernel on the device of its first tensor. Triton alone would launch on the current device."""
+    """Launch a kernel on the device of its first tensor. By default Triton launches on the current device."""
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         kernel[grid](first, *arguments, **named, **variant.constants, **variant.options)
 
 
-def empty_partials(query: Tensor, *rows: int) -> tuple[Tensor, Tensor]:
+def allocate_partials(query: Tensor, *rows: int) -> tuple[Tensor, Tensor]:
     """Return partial_acc (*rows, D) and partial_ml (*rows, 2), which a kernel fills."""
     acc = query.new_empty((*rows, query.shape[-1]), dtype=partial_type(query.dtype))
     return acc, query.new_empty((*rows, 2), dtype=torch.float32)
 
 
-def attended_tensors(
+def attention_inputs(
     layout: CacheLayout, query: Tensor, key_new: Tensor, value_new: Tensor, cache: Mapping[str, Tensor]
 ) -> tuple[Any, ...]:
-    """The kernels' arguments from query to value_block_scale."""
+    """Return the kernels' arguments from `query` to `value_block_scale`."""
     new = (query.contiguous(), key_new.contiguous(), value_new.contiguous())
-    return *new, as_bytes(cache["key_pool"]), as_bytes(cache["value_pool"]), *scale_tensors(layout, cache)
+    return *new, as_bytes(cache["key_pool"]), as_bytes(cache["value_pool"]), *scale_inputs(layout, cache)
 
 
-def exact_tensors(layout: CacheLayout, cache: Mapping[str, Tensor], exact_slots: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The kernels' key_exact, value_exact and exact_slots."""
+def exact_inputs(layout: CacheLayout, cache: Mapping[str, Tensor], exact_slots: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the kernels' `key_exact`, `value_exact` and `exact_slots`."""
     return (cache["key_exact"], cache["value_exact"], exact_slots) if layout.exact_tokens else (None, None, None)
 
 
-def scale_tensors(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
-    """The kernel's key_scale, value_scale and value_block_scale."""
+def scale_inputs(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the kernels' `key_scale`, `value_scale` and `value_block_scale`."""
     key, value = (cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value"))
     if layout.value.layer_scale:
         return key, cache["value_scale"], as_bytes(cache["value_scale_pool"])
@@ -183,7 +186,9 @@ def reduce_partials(
     """Run decode_reduce: join the parts of decode_partials to the attention's output (B, Hq, D) in `dtype`."""
     batch, q_heads, dim = len(plan.sequences), *partial_acc.shape[1:]
     out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)
-    run(decode_reduce, (q_heads, batch), reduce_variant(setting_of(layout, out)), partial_acc, partial_ml, plan.sequences, out)
+    run(
+        decode_reduce, (q_heads, batch), reduce_variant(make_setting(layout, out)), partial_acc, partial_ml, plan.sequences, out
+    )
     return out
 
 
@@ -199,7 +204,7 @@ def append(
 ) -> None:
     """Quantize one new token of every row into the caches of L layers. Rows are sequences, or tokens of sequences.
 
-    Token b is written at position lengths[b], which the page table must reach; nothing is written at a negative position. The
+    Token b is written at position lengths[b], for which the page table must have a page; a negative position is skipped. The
     lengths are not changed. No two rows may write to the same page and row, nor to the same exact slot.
 
     Args:
@@ -207,19 +212,19 @@ def append(
         key_new: (L, B, H, D) float32, float16 or bfloat16.
         value_new: (L, B, H, D).
         cache: As in decode_attention, each tensor with a leading dimension L; written in place.
-        page_table: (B, P) int32; (B, 1) is the page of that position.
+        page_table: (B, P) int32, or (B, 1) with only the page of that position.
         lengths: (B) int32, tokens before the new one.
         exact_slots: (B) int32, required with exact tokens: buffer m, or -1 - m for a token outside the ring of recent tokens.
 
     Raises:
-        ValueError: A tensor does not fit the layout. Nothing has been written then.
+        ValueError: A tensor does not fit the layout. Nothing is written.
     """
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots}
     check_launch(layout, {"key_new": key_new, "value_new": value_new, **tables}, cache, layers=("L",))
     layers, batch, heads, _ = key_new.shape
     exact = layout.exact_tokens > 0
-    variant = append_variant(setting_of(layout, key_new))
-    written = ("key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact")
+    variant = append_variant(make_setting(layout, key_new))
+    outputs = ("key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact")
     run(
         append_kernel,
         (-(-heads // variant.constants["R"]), batch, layers),
@@ -234,7 +239,7 @@ def append(
         pages=cache["key_pool"].shape[1],
         table_width=page_table.shape[1],
         buffers=cache["key_exact"].shape[1] if exact else None,
-        **{name: as_bytes(cache[name]) if name in cache else None for name in written},
+        **{name: as_bytes(cache[name]) if name in cache else None for name in outputs},
     )
 
 
@@ -258,15 +263,15 @@ def sm_count(device: torch.device) -> int:
 
 
 def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> int:
-    """Return the number of splits over pages that fills the GPU: many for a few drafted tokens, a single one for a long chunk.
+    """Return the number of splits over pages that fills the GPU: many for a few draft tokens, one for a long chunk.
 
-    `blocks`: blocks of query rows of a KV head. `programs`: those that the GPU runs at once.
+    `blocks`: blocks of query rows of a KV head. `programs`: programs that the GPU runs at once.
     """
     return max(1, min(programs // (blocks * kv_heads), max_pages * PAGE_TOKENS // int(SPLIT_TOKENS)))
 
 
 def context_attention(layout: CacheLayout, query: Tensor, *inputs: Any, **options: Any) -> Tensor:
-    """Run the attention of new tokens in one layer, (X, Hq, D) in the query's type. Arguments as in context_partials."""
+    """Return the attention output (X, Hq, D) of new tokens in one layer. Arguments as in context_partials."""
     return join_partials(layout, *context_partials(layout, query, *inputs, **options), query.dtype)
 
 
@@ -316,19 +321,19 @@ def context_partials(
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
     rows = -(-tokens * (q_heads // layout.kv_heads) // sequences)
-    variant = context_variant(setting_of(layout, query, scaling, rows))
+    variant = context_variant(make_setting(layout, query, scaling, rows))
     blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)
     if splits is None:
         interpreted = query.device.type == "cpu"
         programs = INTERPRETED_PROGRAMS if interpreted else sm_count(query.device) * variant.resident
         splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], programs)
     parts = context_splits(splits)
-    partials = empty_partials(query, tokens, q_heads, parts)
+    partials = allocate_partials(query, tokens, q_heads, parts)
     counts = (tokens // sequences, None) if query_starts is None else (None, sequences)
     run(
         context_partial, (blocks, layout.kv_heads, parts), variant,
-        *attended_tensors(layout, query, key_new, value_new, cache), query_starts, page_table, lengths,
-        *exact_tensors(layout, cache, exact_slots), page_table.shape[1], *counts, *partials,
+        *attention_inputs(layout, query, key_new, value_new, cache), query_starts, page_table, lengths,
+        *exact_inputs(layout, cache, exact_slots), page_table.shape[1], *counts, *partials,
     )  # fmt: skip
     return partials
 
@@ -337,6 +342,6 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
     """Run context_reduce: join the splits of context_partials to the attention's output (X, Hq, D) in `dtype`."""
     tokens, q_heads, parts, dim = partial_acc.shape
     out = partial_acc.new_empty((tokens, q_heads, dim), dtype=dtype)
-    variant = join_variant(replace(setting_of(layout, out), splits=parts - 1))
+    variant = join_variant(replace(make_setting(layout, out), splits=parts - 1))
     run(context_reduce, (tokens * q_heads,), variant, partial_acc, partial_ml, parts, out)
     return out

@@ -19,10 +19,10 @@ Spec = tuple[str, tuple[int, ...]]
 """Element type and shape of a tensor. The type is named as torch and numpy with ml_dtypes name it."""
 
 Dims = tuple[int | str, ...]
-"""Dimensions of a tensor; a letter is a dimension of any size. Equal letters are equal dimensions."""
+"""Dimensions of a tensor. A letter stands for any size; equal letters stand for equal sizes."""
 
 NVFP4_GROUP = 16
-"""Channels of a block of nvfp4."""
+"""Channels per block of nvfp4."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Codes:
     layer_scale: bool = False
     """Whether stored scales are in units of one calibrated scale of the layer."""
     keys: bool = True
-    """Whether keys may have this dtype; values may have any."""
+    """Whether keys may have this dtype. Values may have any dtype."""
 
 
 _BYTES: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_token")
@@ -66,14 +66,14 @@ def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> Non
 class SideLayout:
     """Storage format of the keys, or of the values.
 
-    `granularity` is the set of numbers that share a scale. Static scales are float32 and calibrated before anything is
+    `granularity` is the set of numbers that share a scale. Static scales are float32 and calibrated before the cache is
     written: `per_tensor` has one per layer, `per_head` one per KV head. Dynamic scales are float16, computed from the numbers
-    that are written, and stored with the codes: `per_token` has one per token and KV head, `per_group` one per token, KV head
+    to store, and stored with the codes: `per_token` has one per token and KV head, `per_group` one per token, KV head
     and `group_size` neighbouring channels. `none` has no scale. nvfp4 has both: an E4M3 scale per block of 16 channels,
-    computed from the numbers that are written, in units of one calibrated scale of the layer.
+    computed from the numbers to store, in units of one calibrated scale of the layer.
 
     Raises:
-        ValueError: The dtype, granularity and group size do not go together.
+        ValueError: The dtype does not support the granularity or the group size.
     """
 
     dtype: Dtype
@@ -100,7 +100,7 @@ class SideLayout:
 
     @property
     def static(self) -> bool:
-        """Whether all scales are calibrated before anything is written."""
+        """Whether all scales are calibrated before the cache is used."""
         return self.granularity in ("per_tensor", "per_head")
 
     @property
@@ -110,7 +110,7 @@ class SideLayout:
 
     @property
     def has_static_scales(self) -> bool:
-        """Whether any scale is calibrated before anything is written."""
+        """Whether any scale is calibrated before the cache is used."""
         return self.static or self.layer_scale
 
     @property
@@ -120,7 +120,7 @@ class SideLayout:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scales are computed from the numbers that are written."""
+        """Whether scales are computed when numbers are stored."""
         return self.granularity in ("per_token", "per_group")
 
     def width(self, head_dim: int) -> int:
@@ -147,7 +147,7 @@ class CacheLayout:
     """Cache format of one layer.
 
     Raises:
-        ValueError: No kernel reads such a cache.
+        ValueError: No kernel supports the layout.
 
     Example:
         >>> layout = CacheLayout(8, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("int4", "per_group", 64))
@@ -198,7 +198,7 @@ class CacheLayout:
         }
 
     def static_scales(self) -> dict[str, Spec]:
-        """Return `key_scale` and `value_scale` of sides that have calibrated ones: (H) per head, else (1)."""
+        """Return `key_scale` and `value_scale` if they are calibrated: (H) per head, else (1)."""
         return {
             f"{name}_scale": ("float32", (self.kv_heads if side.granularity == "per_head" else 1,))
             for name, side in (("key", self.key), ("value", self.value))
@@ -216,18 +216,18 @@ class CacheLayout:
         spec: Spec = ("float16", (buffers, self.kv_heads, self.exact_tokens, self.head_dim))
         return {"key_exact": spec, "value_exact": spec}
 
-    def any_size(self) -> dict[str, tuple[str, Dims]]:
-        """Return all of the cache's tensors, of any number of pages N and exact buffers M."""
-        of_any: dict[str, tuple[str, Dims]] = {}
+    def tensor_dims(self) -> dict[str, tuple[str, Dims]]:
+        """Return all tensors of the cache, with the letters N and M as the numbers of pages and exact buffers."""
+        dims_by_name: dict[str, tuple[str, Dims]] = {}
         for letter, tensors in (("N", self.pools(1)), ("M", self.exact_buffers(1))):
-            of_any |= {name: (kind, (letter, *shape[1:])) for name, (kind, shape) in tensors.items()}
-        return {**of_any, **self.static_scales()}
+            dims_by_name |= {name: (kind, (letter, *shape[1:])) for name, (kind, shape) in tensors.items()}
+        return {**dims_by_name, **self.static_scales()}
 
 
-def misfit(name: str, dims: Sequence[int | None], spec: Dims, sizes: dict[str, int]) -> str | None:
-    """Return the problem with a tensor's dimensions, or None. In `dims`, None is a dimension that varies.
+def dimension_problem(name: str, dims: Sequence[int | None], spec: Dims, sizes: dict[str, int]) -> str | None:
+    """Return why a tensor's dimensions do not match `spec`, or None if they do. In `dims`, None is a dimension that varies.
 
-    `sizes`: Size of every known letter; sizes of new letters are added.
+    `sizes`: letter -> its size; new letters are added.
     """
     if len(dims) == len(spec) and all(
         dim == size if isinstance(size, int) else dim is None or sizes.setdefault(size, dim) == dim

@@ -22,7 +22,7 @@ kv.PagedAttention, whose node decode_partial and decode_reduce replace. Their or
 because TensorRT passes them in that order.
 
 A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes all of them to its kernel. The layout
-decides which tensors exist. Each set of tensors is therefore an operation of its own, named after the tensors it takes:
+decides which tensors exist. Each set of tensors is therefore a separate operation, named after its tensors:
 `kv::decode_partial_kstatic_vdynamic_exact`. A single operation with one-element placeholders for absent tensors would give
 kernels parameters that they do not have.
 """
@@ -32,14 +32,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, get_args
 
-from plugins.kv_attention.layout import CacheLayout, Dims, Dtype, Granularity, SideLayout, misfit
-from plugins.kv_attention.variants import WIDEST, Compute, Setting, context_splits, partial_dtype
+from plugins.kv_attention.layout import CacheLayout, Dims, Dtype, Granularity, SideLayout, dimension_problem
+from plugins.kv_attention.variants import MAX_BLOCK_ROWS, Compute, Setting, context_splits, partial_dtype
 
 NAMESPACE = "kv"
 
 Operation = Literal["plan_work", "decode_partial", "decode_reduce", "context_partial", "context_reduce"]
-Layered = Literal["decode_partial", "context_partial"]
-"""Operations on a cache, whose tensors depend on the cache's layout."""
+CacheOperation = Literal["decode_partial", "context_partial"]
+"""Operations that read a cache; their tensors depend on the cache's layout."""
 Scales = Literal["none", "static", "dynamic", "blocks"]
 SCALES: dict[Scales, tuple[str, ...]] = {
     "none": (),
@@ -47,10 +47,10 @@ SCALES: dict[Scales, tuple[str, ...]] = {
     "dynamic": ("scale_pool",),
     "blocks": ("scale", "scale_pool"),
 }
-"""The tensors of a side's scales, without the side."""
+"""Tensors of a side's scales, without the prefix `key_` or `value_`."""
 
 DTYPES, GRANULARITIES, COMPUTES = get_args(Dtype), get_args(Granularity), get_args(Compute)
-"""Choices; an attribute gives the index of a choice."""
+"""Choices; an attribute is the index of a choice."""
 
 _INTEGERS = (
     *("kv_heads", "head_dim", "key_dtype", "key_granularity", "value_dtype", "value_granularity", "value_group"),
@@ -58,21 +58,21 @@ _INTEGERS = (
 )
 ATTRIBUTES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "scaling": float}
 """Types of the attributes of every operation: the fields of the setting that its kernel is compiled for. All are required.
-value_group is the values' group size, or 0 without one. No attribute is a text: with numpy 2 TensorRT's Python package passes
-the first letter alone."""
+value_group is the values' group size, or 0 without groups. No attribute is a string: with numpy 2 TensorRT's Python package
+passes only its first letter."""
 
 Spec = tuple[str, Dims]
-"""Element type, as torch names the type, and dimensions of a tensor; a dimension that may vary is its letter."""
+"""Element type of a tensor, as torch names it, and its dimensions; a dimension that may vary is a letter."""
 
 DATA_TYPES = {
     "float32": "FLOAT",
     "float16": "HALF",
     "bfloat16": "BF16",
     "float8_e4m3fn": "FP8",
-    "int8": "INT8",  # codes of four bits too, two to a byte: a plugin takes neither INT4 nor FP4
+    "int8": "INT8",  # also two 4-bit codes per byte, because a plugin supports neither INT4 nor FP4
     "int32": "INT32",
 }
-"""TensorRT's names of element types, by torch's."""
+"""torch's name of an element type -> TensorRT's name."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Node:
 
     @property
     def attributes(self) -> dict[str, type]:
-        """Attribute types by name, in order: the setting's, for a work list also the programs over the pages of a KV head."""
+        """Attribute types by name, in order: those of the setting; plan_work also has the number of programs per KV head."""
         return ATTRIBUTES | ({"programs": int} if self.operation == "plan_work" else {})
 
     @property
@@ -106,7 +106,7 @@ def scales_of(side: SideLayout) -> Scales:
     return "blocks" if side.layer_scale else "static" if side.static else "dynamic" if side.dynamic else "none"
 
 
-def node_of(operation: Layered, layout: CacheLayout) -> Node:
+def node_of(operation: CacheOperation, layout: CacheLayout) -> Node:
     """Return the node of an operation that takes this layout's tensors."""
     return _node(operation, scales_of(layout.key), scales_of(layout.value), layout.exact_tokens > 0)
 
@@ -114,14 +114,14 @@ def node_of(operation: Layered, layout: CacheLayout) -> Node:
 def all_nodes() -> list[Node]:
     """Return the nodes of every operation, for every set of tensors."""
     keys: tuple[Scales, ...] = ("none", "static", "dynamic")
-    operations: tuple[Layered, ...] = ("decode_partial", "context_partial")
+    operations: tuple[CacheOperation, ...] = ("decode_partial", "context_partial")
     return [PLAN, REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
 
 
-def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
+def _node(operation: CacheOperation, key: Scales, value: Scales, exact: bool) -> Node:
     sides: dict[str, Scales] = {"key": key, "value": value}
     scales = {name: [f"{name}_{tensor}" for tensor in SCALES[kind]] for name, kind in sides.items()}
-    # Tensors stand in the order of the kernels' parameters.
+    # Tensors are in the order of the kernels' parameters.
     work = PLAN.outputs if operation == "decode_partial" else ()
     inputs = [
         *("query", *sides, "key_pool", "value_pool", *scales["key"], *scales["value"]),
@@ -134,14 +134,14 @@ def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
 def input_specs(node: Node, setting: Setting) -> dict[str, Spec]:
     """Return the type and shape of an operation's inputs, by name, in order."""
     layout, dtype, dim = setting.layout, setting.dtype, setting.layout.head_dim
-    several = node.operation.startswith("context")
-    parts: Dims = ("B", "X", setting.q_heads, context_splits(setting.splits)) if several else ("R", setting.q_heads)
+    is_context = node.operation.startswith("context")
+    parts: Dims = ("B", "X", setting.q_heads, context_splits(setting.splits)) if is_context else ("R", setting.q_heads)
 
     def tokens(heads: int) -> Dims:
-        return ("B", "X", heads, dim) if several else ("B", heads, 1, dim)
+        return ("B", "X", heads, dim) if is_context else ("B", heads, 1, dim)
 
     specs: dict[str, Spec] = {
-        **layout.any_size(),
+        **layout.tensor_dims(),
         **{name: (kind, (1, *shape, 1, 1)) for name, (kind, shape) in layout.static_scales().items()},
         "query": (dtype, tokens(setting.q_heads)),
         "key": (dtype, tokens(layout.kv_heads)),
@@ -181,7 +181,7 @@ def attributes_of(node: Node, setting: Setting, programs: int) -> dict[str, int 
 
 
 def read_setting(node: Node, values: Mapping[str, Any]) -> Setting:
-    """Return the setting that a node's attributes describe, with `rows` for a chunk of a prompt. Raises ValueError."""
+    """Return the setting that a node's attributes describe, with `rows` of a prompt chunk. Raises ValueError."""
 
     def named(attribute: str, names: tuple[Any, ...]) -> Any:
         if values[attribute] not in range(len(names)):
@@ -197,7 +197,7 @@ def read_setting(node: Node, values: Mapping[str, Any]) -> Setting:
         exact = values["sink_tokens"], values["recent_tokens"]
         layout = CacheLayout(values["kv_heads"], values["head_dim"], key, value, *exact)
         dtype = named("dtype", COMPUTES)
-        return Setting(layout, dtype, values["sm"], values["group"], values["scaling"], WIDEST, values["splits"])
+        return Setting(layout, dtype, values["sm"], values["group"], values["scaling"], MAX_BLOCK_ROWS, values["splits"])
     except ValueError as error:
         raise ValueError(f"{node.plugin_id}: {error}") from error
 
@@ -210,7 +210,7 @@ class Call:
     tensors: dict[str, Any]
     """Tensors by name, in order."""
     setting: Setting
-    """Setting that the kernel is compiled for; a kernel for several new tokens is compiled for a chunk of a prompt."""
+    """Setting that the kernel is compiled for; a context kernel is compiled for a prompt chunk."""
     programs: int = 0
     """Programs over the pages of a KV head; only plan_work has this attribute."""
 
@@ -231,9 +231,9 @@ class Call:
         node, setting = self.node, self.setting
         match node.operation:
             case "decode_partial" | "context_partial" as operation:
-                of_cache = node_of(operation, setting.layout)
-                if of_cache != node:
-                    raise ValueError(f"{node.plugin_id}: the setting's cache has the tensors of {of_cache.plugin_id}")
+                expected = node_of(operation, setting.layout)
+                if expected != node:
+                    raise ValueError(f"{node.plugin_id}: the setting's cache needs {expected.plugin_id}")
         minima = {"sm": (setting.sm or 0, 80), "splits": (setting.splits, 1)}
         if node.operation == "plan_work":
             minima["programs"] = (self.programs, 1)
@@ -244,8 +244,8 @@ class Call:
         for name, (dtype, spec) in input_specs(node, setting).items():
             tensor_type = self.tensors[name].dtype.name
             if tensor_type != DATA_TYPES[dtype]:
-                packed = " (two codes to a byte)" if tensor_type in ("INT4", "UINT8") else ""
+                packed = " (two codes per byte)" if tensor_type in ("INT4", "UINT8") else ""
                 raise ValueError(f"{node.plugin_id}: {name} must be {DATA_TYPES[dtype]}{packed}, got {tensor_type}")
-            problem = misfit(name, self.dims(name), spec, sizes)
+            problem = dimension_problem(name, self.dims(name), spec, sizes)
             if problem is not None:
                 raise ValueError(f"{node.plugin_id}: {problem}")

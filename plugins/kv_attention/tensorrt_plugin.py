@@ -1,6 +1,6 @@
 """TensorRT plugins, compiled ahead of time from the Triton kernels.
 
-They make a decode step's work list, its attention, the attention of several new tokens, and the joins of their parts.
+They compute a decode step's work list, its attention, the attention of several new tokens, and the joins of their parts.
 
 Importing this module registers every operation of tensorrt_nodes with TensorRT (10.14 to 11.4) as a quickly deployable plugin,
 for nodes of an ONNX graph (domain `kv`) and for networks made in Python:
@@ -64,7 +64,7 @@ def output_descriptors(call: Call) -> Any:
 
 
 def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:
-    """Return the only combination of types and formats: the types of the layout, all tensors linear."""
+    """Return the only combination of types and formats: the layout's types, all linear."""
     types = [tensor.dtype.name for tensor in (*call.tensors.values(), *outputs)]
     return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
 
@@ -81,7 +81,7 @@ def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
     ]
     parameters = [(_tensor_name(name), kind) for name, kind in kernel.parameters]
     if arguments != parameters:
-        raise RuntimeError(f"{plugin_id} passes {arguments} to a kernel that takes {parameters}")
+        raise RuntimeError(f"{plugin_id} passes {arguments}, but the kernel takes {parameters}")
     if kernel.shared_bytes > aot.SHARED_LIMIT:
         raise RuntimeError(f"{plugin_id} needs {kernel.shared_bytes} bytes of shared memory; a launch has {aot.SHARED_LIMIT}")
     launch = trtp.KernelLaunchParams()
@@ -95,7 +95,7 @@ def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
 
 
 def _tensor_name(name: str) -> str:
-    """Return the name of the kernel's parameter for a tensor: kernels have one name for static and dynamic scales."""
+    """Return the kernel's parameter name for a tensor. Static and dynamic scales have the same parameter name."""
     return name.removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
 
 

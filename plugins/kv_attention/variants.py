@@ -1,4 +1,4 @@
-"""Constexprs, launch options and grids of every kernel, for launches and ahead-of-time compilation alike. Imports no torch."""
+"""Constexprs, launch options and grids of every kernel, for launches and ahead-of-time compilation. Does not import torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ FP8_SM = 89
 """First compute capability, as major * 10 + minor, that converts float8 in hardware."""
 
 DIRECT_FP8_SM = 90
-"""First compute capability for which Triton converts float32 to float8 directly; below, it rounds to float16 on the way."""
+"""First compute capability for which Triton converts float32 to float8 directly; below it, Triton rounds to float16 first."""
 
 PDL_SM = 90
 """First compute capability with programmatic dependent launches: a kernel begins before its predecessor has ended."""
@@ -19,7 +19,7 @@ GROUP_LIMIT = 16
 """Largest number of query heads per KV head."""
 
 APPEND_TILE = 512
-"""Numbers that a warp of the append quantizes at once: 16 per thread, so that a thread stores its 8-bit codes in 16 bytes."""
+"""Numbers that a warp of `append` quantizes at once: 16 per thread, so that a thread stores 16 bytes of 8-bit codes."""
 
 PLAN_ROWS = 16
 """Programs of decode_partial that one program of plan_work plans. One pass over all sequences serves these 16 programs."""
@@ -27,18 +27,18 @@ PLAN_ROWS = 16
 PLAN_BLOCK = 256
 """Sequences that plan_work reads at once."""
 
-WIDE = ("fp16", "bf16")
+WIDE_DTYPES = ("fp16", "bf16")
 """Dtypes of 16 bits."""
 
 STAGES = 5
-"""Software pipeline stages of the loop over tiles: the page number, the copy of a tile to shared memory, its use.
+"""Software pipeline stages of the loop over tiles: load the page number, copy the tile to shared memory, use the tile.
 
-From five on Triton holds two tiles, so that one is copied while the other is used. The largest query,
+With five or more, Triton holds two tiles, and copies one while it uses the other. The largest query,
 16 heads of 256 channels in two terms, leaves neither registers nor shared memory for that, and has 1 stage.
 """
 
 SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
-"""Bytes of shared memory of an SM by compute capability; others have 100 KB. A program takes 1 KB more than it asks for."""
+"""Compute capability -> bytes of shared memory per SM; others have 100 KB. A program occupies 1 KB more than it requests."""
 
 IN_FLIGHT_BYTES = 57 * 1024
 """Target bytes of tile loads in flight per SM, one tile per program. Fewer bytes leave bandwidth idle; more programs make more
@@ -48,7 +48,7 @@ REDUCE_WARPS, REDUCE_PARTS = 1, 8
 """Warps of decode_reduce, and parts of a sequence that it reads at once."""
 
 MAX_REGISTERS = 255
-"""Registers per thread of decode_partial. Without this limit, ptxas stops at 168 and spills a few bytes, to reach an occupancy
+"""Registers per thread of decode_partial. Without this limit, ptxas uses only 168 and spills a few bytes, for an occupancy
 that decoding does not need."""
 
 
@@ -60,20 +60,20 @@ class Variant:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    """Largest number of registers per thread; None leaves it to ptxas."""
+    """Maximum registers per thread; None lets ptxas choose."""
     shared_bytes: int = 0
     """Maximum bytes of shared memory per program."""
     sm_shared: int = 100 * 1024
     """Bytes of shared memory per SM."""
-    most: int = 8
+    max_programs: int = 8
     """Maximum programs per SM."""
     overlaps: bool = False
     """Whether its programs may begin before the previous kernel has ended."""
 
     @property
     def resident(self) -> int:
-        """Programs that an SM gets: `most`, or the number that its 65536 registers (256 a thread) and its memory hold."""
-        return min(self.most, 65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
+        """Programs per SM, limited by `max_programs`, the SM's 65536 registers (256 per thread) and its shared memory."""
+        return min(self.max_programs, 65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
 
     @property
     def options(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ Compute = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class Setting:
-    """Values that kernels are specialised for. Each kernel depends on a part of a setting.
+    """Values that kernels are specialised for. Each kernel depends on some of them.
 
     Raises:
         ValueError: The group or the scaling is out of range.
@@ -104,7 +104,7 @@ class Setting:
     scaling: float = 1.0
     """Factor of the scores before the softmax."""
     rows: int = 1
-    """Query rows of a KV head that a sequence is likely to have: its new tokens times `group`."""
+    """Expected query rows per sequence and KV head: new tokens times `group`."""
     splits: int = 1
     """Splits of context_partial over the pages."""
 
@@ -174,12 +174,12 @@ def decode_variant(setting: Setting) -> Variant:
         maxnreg=MAX_REGISTERS,
         shared_bytes=shared,
         sm_shared=SM_SHARED.get(sm or 0, Variant.sm_shared),
-        most=max(1, IN_FLIGHT_BYTES // tile_bytes),
+        max_programs=max(1, IN_FLIGHT_BYTES // tile_bytes),
     )
 
 
 def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int, int]:
-    """Return the tokens of a tile and the warps of a program: one warp, which waits for no other, if its registers allow.
+    """Return the tokens of a tile and the warps of a program: one warp, which needs no barriers, if it has enough registers.
 
     Args:
         layout: Format of the cache.
@@ -187,22 +187,22 @@ def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int
         sm: Compute capability (80), or None for Triton's interpreter.
     """
     dim, value = layout.head_dim, layout.value
-    # If the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions, which take more registers.
-    below = sm is not None and sm < FP8_SM
-    software = below and "fp8_e4m3" in (layout.key.dtype, value.dtype)
-    # With exact tokens, byte values of the largest head need more than one warp's 255 registers there.
-    crowded = below and dim == 256 and value.dtype in ("fp8_e4m3", "int8") and layout.exact_tokens > 0
-    if any(side.dtype in WIDE for side in (layout.key, value)):
+    # If the hardware does not convert fp8_e4m3, the kernel decodes it with integer instructions, which need more registers.
+    lacks_fp8 = sm is not None and sm < FP8_SM
+    decodes_fp8 = lacks_fp8 and "fp8_e4m3" in (layout.key.dtype, value.dtype)
+    # With exact tokens, 8-bit values of the largest head then need more than the 255 registers of one warp.
+    needs_two_warps = lacks_fp8 and dim == 256 and value.dtype in ("fp8_e4m3", "int8") and layout.exact_tokens > 0
+    if any(side.dtype in WIDE_DTYPES for side in (layout.key, value)):
         halvings = 2
     else:
         # Scales of blocks take the registers that whole pages of packed codes leave.
-        halvings = 1 if not value.packed or value.layer_scale or size > 1024 or software else 0
+        halvings = 1 if not value.packed or value.layer_scale or size > 1024 or decodes_fp8 else 0
     tile = min(64, 8192 // dim >> halvings)
-    if size <= 2048 and tile >= 16 and not crowded:
+    if size <= 2048 and tile >= 16 and not needs_two_warps:
         return tile, 1
     if size < 8192:
         return max(16, tile), 2
-    # The largest query, in two terms. Four warps load 16 bytes a thread of 32 tokens of 4 bits, or of 16 of wider values.
+    # The largest query, in two terms. Four warps load 16 bytes per thread: 32 tokens of 4-bit values, or 16 of wider ones.
     return 32 if value.packed else 16, 4
 
 
@@ -214,14 +214,14 @@ def plan_variant(setting: Setting) -> Variant:
 
 
 def plan_grid(programs: int) -> int:
-    """Return the programs of plan_work for `programs` of decode_partial over the pages of a KV head."""
+    """Return the number of plan_work programs that plan `programs` programs of decode_partial per KV head."""
     return -(-programs // PLAN_ROWS)
 
 
 def work_rows(programs: int, batch: Any, *, exact: bool) -> Any:
-    """Return Y, the programs of a KV head: `programs` over the pages, and one per sequence over the exact tokens.
+    """Return Y, the programs of a KV head: `programs` for the pages, and one per sequence for the exact tokens.
 
-    `batch` may be a symbolic expression, and the result is one then.
+    `batch` may be a symbolic expression; then the result is one, too.
     """
     return batch + programs if exact else programs
 
@@ -252,7 +252,7 @@ def _scale_kind(side: SideLayout, dynamic: str) -> str:
 
 
 def _query_parts(key: SideLayout, query_dtype: str, sm: int | None) -> int:
-    """Terms that a query is split into, so that its 8, 11 or 24 bits fit the type that keys are decoded to."""
+    """Return the number of terms of a query whose type is that of decoded keys, such that no bits of the query are lost."""
     if key.dtype == "bf16" and sm is None:
         return 1
     query_bits = {"bfloat16": 8, "float16": 11, "float32": 24}[query_dtype]
@@ -283,34 +283,38 @@ def append_variant(setting: Setting) -> Variant:
 WGMMA_SM = 90
 """First compute capability whose matrix instruction takes its second operand from shared memory."""
 
-NARROW = 16
-"""Query rows of the smallest block: drafts of a few tokens."""
+MIN_BLOCK_ROWS = 16
+"""Query rows of the smallest block, for drafts of a few tokens."""
 
-WIDEST = 64
+MAX_BLOCK_ROWS = 64
 """Query rows of the largest block from sm_90 on, where the matrix instruction takes queries from shared memory.
 
-Half below sm_90: every warp holds the queries in registers.
+Below sm_90 it is half of this, because every warp holds the queries in registers.
 """
 
 QUERY_NUMBERS = 8192
-"""Most numbers in the queries of a block of 64 rows, all terms: 16 KB of shared memory next to two tiles.
+"""Maximum numbers in the queries of a block of 64 rows, all terms: 16 KB of shared memory in addition to two tiles.
 
 8 warps hold the same number of sums in 32 registers a thread.
 """
 
-NEW = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-"""The kernels' names of the types of new tokens, by torch's."""
+NEW_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+"""torch's name of the type of new tokens -> the kernels' name."""
 
 
 def context_variant(setting: Setting) -> Variant:
     """Return the variant of context_partial."""
     decode, layout, sm = decode_variant(setting), setting.layout, setting.sm
     dim, terms = layout.head_dim, decode.constants["PARTS"]
-    # Sinks, recent and new tokens take more registers of float32: they are as wide as the queries, and also split into terms.
+    # With float32, sinks, recent and new tokens need more registers: they are as wide as the queries, and split into terms.
     numbers = dim * (4 if setting.dtype == "float32" else terms)
-    widest = WIDEST if sm is None or sm >= WGMMA_SM else WIDEST // 2
-    columns = NARROW if setting.rows <= NARROW else max(NARROW, min(widest, QUERY_NUMBERS * widest // WIDEST // numbers))
-    wide = any(side.dtype in WIDE for side in (layout.key, layout.value))
+    widest = MAX_BLOCK_ROWS if sm is None or sm >= WGMMA_SM else MAX_BLOCK_ROWS // 2
+    columns = (
+        MIN_BLOCK_ROWS
+        if setting.rows <= MIN_BLOCK_ROWS
+        else max(MIN_BLOCK_ROWS, min(widest, QUERY_NUMBERS * widest // MAX_BLOCK_ROWS // numbers))
+    )
+    wide = any(side.dtype in WIDE_DTYPES for side in (layout.key, layout.value))
     # The largest tiles leave no shared memory for a second one.
     stages = 1 if wide and dim == 256 else STAGES
     tile = 16 if wide or dim == 256 else 32
@@ -318,10 +322,10 @@ def context_variant(setting: Setting) -> Variant:
         "T": tile,
         "U": 16 if dim == 256 or setting.dtype == "float32" else 32,
         "N": columns,
-        "NEW": NEW[setting.dtype],
+        "NEW": NEW_TYPES[setting.dtype],
         "STAGES": stages,
     }
-    warps = 4 if columns == NARROW and numbers <= 256 else 8
+    warps = 4 if columns == MIN_BLOCK_ROWS and numbers <= 256 else 8
     shared = 2 * tile * layout.token_bytes // layout.kv_heads + 2 * columns * dim * terms + 2 * tile * columns
     return replace(decode, constants=constants, num_warps=warps, num_stages=stages, shared_bytes=shared)
 
@@ -335,7 +339,7 @@ def context_blocks(tokens: int, sequences: int, variant: Variant, *, ragged: boo
 
 
 def context_splits(splits: int) -> int:
-    """Return S: `splits` over the pages, and one over the new and the exact tokens."""
+    """Return S: `splits` for the pages, and one for the new and the exact tokens."""
     return splits + 1
 
 

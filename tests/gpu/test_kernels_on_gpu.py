@@ -112,7 +112,7 @@ def test_the_programs_that_work_is_divided_for_run_at_once(name: str, monkeypatc
     launched, decoder = Launched(), Decoder(LAYOUTS[name])
     monkeypatch.setattr(launch, "decode_partial", launched)
     decoder.step()
-    variant = decode_variant(launch.setting_of(decoder.layout, decoder.inputs[0][0], 0.1))
+    variant = decode_variant(launch.make_setting(decoder.layout, decoder.inputs[0][0], 0.1))
     resident, shared = c_int(0), c_size_t(launched.kernel.metadata.shared)
     of_a_multiprocessor = CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
     assert of_a_multiprocessor(byref(resident), c_void_p(launched.kernel.function), 32 * variant.num_warps, shared) == 0

@@ -1,9 +1,9 @@
-"""Quantize-on-write: store the new token of every sequence in the pools and exact buffers of all layers, in one launch.
+"""Quantizes the new token of every sequence and stores it in the pools and exact buffers of all layers, in one launch.
 
 Shapes: L layers, B sequences, H KV heads, D head_dim, N pages of a layer, P columns of the page table, M exact buffers, W
 storage elements and g stored scales of a token, R heads of one program, n groups of s channels in a tile (R, n, s).
 
-The arithmetic equals the reference engine's bit for bit, in float32: divisions are correctly rounded, ties go
+The arithmetic equals the reference engine's bit for bit. It uses float32: divisions are correctly rounded, ties go
 to even codes, and the sign of NaN is read from the bits of the input, because a GPU's arithmetic does not keep it.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from plugins.kv_attention.kernels.codes import streams_of
-from plugins.kv_attention.kernels.nvfp4 import encode_e2m1, value_e4m3
+from plugins.kv_attention.kernels.nvfp4 import e4m3_to_float32, encode_e2m1
 
 PAGE: tl.constexpr = tl.constexpr(64)
 MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-14)
@@ -33,9 +33,9 @@ def append(
 
     Args:
         key_new, value_new: (L, B, H, D) float32, float16 or bfloat16.
-        page_table: (B, P) int32, which must reach position lengths[b], or (B, 1): the page of that position.
-        lengths: (B) int32, the position that is written; a row with a negative position writes nothing.
-        exact_slots: (B) int32: m writes sinks and recent tokens to exact buffer m, -1 - m writes only sinks to it.
+        page_table: (B, P) int32 with a page for position lengths[b], or (B, 1) with only that page.
+        lengths: (B) int32, the position to write; a negative position writes nothing.
+        exact_slots: (B) int32; m writes sinks and recent tokens to exact buffer m, -1 - m writes only sinks to it.
         key_scale, value_scale: Static scales (L, KEY_SCALES) and (L, VALUE_SCALES) float32, one or H per layer (nvfp4: one).
         pages, table_width, buffers: N, P and M.
         key_pool, value_pool: (L, N, H, 64, W).
@@ -48,7 +48,7 @@ def append(
     b, layer = tl.program_id(1), tl.program_id(2)
     source = ((layer * tl.num_programs(1) + b) * H + heads).to(tl.int64)  # multiplied by D it may exceed 2^31
     position = tl.load(lengths + b)
-    # Whether to store is decided on the device, so that a captured step can leave out what its own checks refuse.
+    # The device decides whether to store, so that a captured step can skip sequences that its own checks refuse.
     column = tl.minimum(position // PAGE, table_width - 1)
     page = tl.load(page_table + b * table_width + column, mask=position >= 0, other=0)
     written = (heads < H) & (position >= 0)
@@ -80,8 +80,8 @@ def _append_side(
 ):  # fmt: skip
     """Store the keys or the values of R heads.
 
-    `written` (R): existing heads of a token that is stored. `newest` (R): of these, heads of a token that the ring of recent
-    tokens keeps. `source`, `row`, `slot` (R): rows of `new`, of the pools and of the exact buffer.
+    `written` (R): mask of the heads to store. `newest` (R): mask of the heads that are also stored in the ring of recent
+    tokens. `source`, `row`, `slot` (R): rows of `new`, of the pools and of the exact buffer.
     """
     # A byte of 4-bit codes holds channels d and d + D / 2, which are loaded as two tiles.
     PARTS: tl.constexpr = streams_of(DTYPE)
@@ -132,22 +132,22 @@ def _quantize(
     GROUPS: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Return the packed codes (R, n, s), as int32, of the tiles `parts` (R, n, s), and store their scales.
+    """Return the packed codes (R, n, s) int32 of the tiles `parts` (R, n, s), and store their scales.
 
-    `scale_pointers` (R, n): addresses of the scales. `inside` (R): heads that are stored.
+    `scale_pointers` (R, n): addresses of the scales. `inside` (R): mask of the heads to store.
     """
     LIMIT: tl.constexpr = 448.0 if DTYPE == "fp8_e4m3" else 127.0 if DTYPE == "int8" else 7.0
     mask = tl.broadcast_to(inside[:, None], (R, n))
     if DTYPE != "int4":
-        scales = _stored_scale(_largest(parts[0][0]), LIMIT)
+        scales = _round_scale(_largest_magnitude(parts[0][0]), LIMIT)
         tl.store(scale_pointers, scales, mask=mask)
         codes = _encode(parts[0], scales.to(tl.float32), DTYPE, FP8)
     else:
-        low, high = _largest(parts[0][0]), _largest(parts[1][0])
+        low, high = _largest_magnitude(parts[0][0]), _largest_magnitude(parts[1][0])
         if GROUPS == 1:
             low = tl.maximum(low, high)
             high = low
-        low, high = _stored_scale(low, LIMIT), _stored_scale(high, LIMIT)
+        low, high = _round_scale(low, LIMIT), _round_scale(high, LIMIT)
         tl.store(scale_pointers, low, mask=mask)
         if GROUPS > 1:
             tl.store(scale_pointers + n, high, mask=mask)
@@ -158,15 +158,15 @@ def _quantize(
 
 @triton.jit
 def _quantize_blocks(parts, layer_scale, scale_pointers, inside, R: tl.constexpr, n: tl.constexpr, FP8: tl.constexpr):
-    """Return the packed codes of nvfp4, as _quantize does, and store the scales of blocks, in units of `layer_scale`."""
+    """Do the same as `_quantize` for nvfp4: return the codes and store the block scales, in units of `layer_scale`."""
     mask = tl.broadcast_to(inside[:, None], (R, n))
     codes = tl.zeros(parts[0][0].shape, tl.int32)
     for part in tl.static_range(2):
         x = parts[part][0]
-        exact_scale = tl.math.div_rn(_largest(x), tl.broadcast_to(6.0 * layer_scale, (R, n)))
+        exact_scale = tl.math.div_rn(_largest_magnitude(x), tl.broadcast_to(6.0 * layer_scale, (R, n)))
         scales = _magnitude_e4m3(tl.maximum(exact_scale, SMALLEST_BLOCK_SCALE), FP8)
         tl.store(scale_pointers + part * n, scales.to(tl.uint8), mask=mask)
-        unit = value_e4m3(scales) * layer_scale
+        unit = e4m3_to_float32(scales) * layer_scale
         steps = tl.math.div_rn(x, tl.broadcast_to(unit[:, :, None], x.shape))
         codes += encode_e2m1(tl.where(x == x, steps, 0.0)) << (4 * part)
     return codes
@@ -174,7 +174,7 @@ def _quantize_blocks(parts, layer_scale, scale_pointers, inside, R: tl.constexpr
 
 @triton.jit
 def _widen(raw):
-    """Return float32, float16 or bfloat16 numbers as float32, and whether their sign bit is set, also for NaN."""
+    """Return numbers as float32, and whether their sign bits are set, also for NaN."""
     if raw.dtype == tl.float32:
         bits = raw.to(tl.int32, bitcast=True)
         x = raw
@@ -187,21 +187,21 @@ def _widen(raw):
 
 
 @triton.jit
-def _largest(x):
-    """Return the largest magnitude (R, n) in every group, NaN left out."""
+def _largest_magnitude(x):
+    """Return the largest magnitude (R, n) in every group, ignoring NaN."""
     return tl.max(tl.where(x == x, tl.abs(x), 0.0), 2)
 
 
 @triton.jit
-def _stored_scale(largest, LIMIT: tl.constexpr):
-    """Return the float16 scale with which `largest` gets the code LIMIT."""
+def _round_scale(largest, LIMIT: tl.constexpr):
+    """Return the float16 scale that maps `largest` to the code LIMIT."""
     exact = tl.math.div_rn(largest, LIMIT)
     return tl.minimum(tl.maximum(exact, MIN_SCALE), MAX_SCALE).to(tl.float16)
 
 
 @triton.jit
 def _encode(part, scales, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Return the codes, as int32, of numbers (R, n, s) divided by scales (R, n): integers, or bits of e4m3. They saturate.
+    """Return the codes (int32) of numbers (R, n, s) divided by scales (R, n): integers, or bits of E4M3. Codes saturate.
 
     `part`: the numbers, and whether their sign bit is set.
     """
@@ -219,12 +219,12 @@ def _encode(part, scales, DTYPE: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def _magnitude_e4m3(x, FP8: tl.constexpr):
-    """Return, as int32, the bits of the e4m3 nearest to the magnitude of x, ties to even, saturating at 448. x is not NaN."""
+    """Return the bits (int32) of the E4M3 nearest to |x|, ties to even, saturating at 448. x must not be NaN."""
     if FP8:
         nearest = tl.minimum(tl.abs(x), 448.0).to(tl.float8e4nv)
         return nearest.to(tl.uint8, bitcast=True).to(tl.int32)
     bits = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x43E00000)
-    # Add half a unit of the third mantissa bit, minus one if that bit is even; then take 127 - 7 off the exponent.
+    # Round at the third mantissa bit, ties to even; then subtract 127 - 7 from the exponent.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 codes are multiples of 2^-9, which is the unit in the last place of 2^14 as a float32.
     subnormal = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000

@@ -1,4 +1,4 @@
-"""Tile-level attention that the decode and context kernels share: one tile, a range of pages, the exact tokens.
+"""Attention to one tile, to a range of pages and to the exact tokens, shared by the decode and the context kernels.
 
 Shapes: N columns, which are query rows, T tokens of a tile, D head_dim, C channels of a chunk of a value row.
 """
@@ -9,12 +9,12 @@ import triton.language as tl
 from plugins.kv_attention.kernels.codes import decode, streams_of
 from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
 from plugins.kv_attention.kernels.tiles import (
-    by_channel,
+    append_block_scales,
     decode_values,
     load_rows,
     load_scales,
     load_values,
-    with_block_scales,
+    sort_by_channel,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -29,33 +29,33 @@ MIN_SCALE_BITS = tl.constexpr(0x38800000)
 
 @triton.jit
 def _power_above(x):
-    """Return the bits of the power of two at or above a positive normal float32; 0 for 0."""
+    """Return the bits of the smallest power of two that is at least x, a positive normal float32; 0 for 0."""
     return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
 
 
 @triton.jit
-def inverse(bits):
-    """Return the inverse of the power of two with these bits, computed from its exponent."""
+def inverse_power(bits):
+    """Return the inverse_power of a power of two, given as float32 bits, by negating its exponent."""
     return (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_queries(columns, SCALING: tl.constexpr):
-    """Return queries (D, N), each divided by a power of two, and the factors (N) of their scores.
+    """Return queries (D, N) divided by a power of two each, and the factors (N) that undo this in their scores.
 
     The power of two is near the query's largest magnitude, so that it and its products fit float16.
     """
     columns = columns.to(tl.float32)
     power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.minimum(tl.maximum(power, 0x21800000), 0x7E800000)  # the bits of 2^-60 and 2^126
-    return columns * inverse(power)[None, :], power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
+    return columns * inverse_power(power)[None, :], power.to(tl.float32, bitcast=True) * (SCALING * LOG2_E)
 
 
 @triton.jit
-def weigh(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
+def accumulate_values(values, p, sums, PTX: tl.constexpr, DTYPE: tl.constexpr):
     """Return sums (C, N) + values^T (C, T) x p (T, N).
 
-    bfloat16 takes p as two terms, because its 8 bits alone would cost a relative error of 1e-3.
+    For bfloat16, p is split into two terms, because 8 bits alone have a relative error of 1e-3.
     """
     if DTYPE == "bf16":
         if PTX:
@@ -78,7 +78,7 @@ def attend_tile(
 ):  # fmt: skip
     """Attend to tile number `block` of a pool, which is T tokens of a (page, head). Returns the new m, l, unit and sums.
 
-    MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; if value scales are folded into
+    MASKED: read only tokens that are `visible` (T). `unit`: bits of a float32 power of two; if value scales are folded into
         p, it is the unit of `sums`.
     """
     STREAMS: tl.constexpr = streams_of(VALUE)
@@ -91,7 +91,7 @@ def attend_tile(
     if VALUE_SCALE == "group":
         scales = load_scales(value_scales, block, visible, T, GROUPS, MASKED)
     elif VALUE_SCALE == "block":
-        stored = with_block_scales(stored, value_scales, block, visible, T, D, CHUNKS, MASKED)
+        stored = append_block_scales(stored, value_scales, block, visible, T, D, CHUNKS, MASKED)
 
     decoded = decode(codes, KEY, PTX, FP8)
     scores = tl.dot(decoded, queries[0])
@@ -110,7 +110,7 @@ def attend_tile(
         largest = unit
         for g in tl.static_range(GROUPS):
             largest = tl.maximum(largest, _power_above(tl.max(scales[g], 0)))
-        decay *= unit.to(tl.float32, bitcast=True) * inverse(largest)
+        decay *= unit.to(tl.float32, bitcast=True) * inverse_power(largest)
         unit = largest
 
     summed = ()
@@ -119,14 +119,14 @@ def attend_tile(
         for s in tl.static_range(STREAMS):
             weights = p
             if VALUE_SCALE == "group":
-                weights = p * (scales[(s * W + c * C) * GROUPS // D] * inverse(unit))[:, None]
-            summed = summed + (weigh(streams[s], weights, sums[c * STREAMS + s] * decay[None, :], PTX, VALUE),)
+                weights = p * (scales[(s * W + c * C) * GROUPS // D] * inverse_power(unit))[:, None]
+            summed = summed + (accumulate_values(streams[s], weights, sums[c * STREAMS + s] * decay[None, :], PTX, VALUE),)
     return m_new, l, unit, summed
 
 
 @triton.jit
 def query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constexpr):
-    """Return `scaled` (D, N) float32, |x| < 2, as one or two terms of the type that keys are decoded to."""
+    """Split `scaled` (D, N) float32, |x| < 2, into PARTS terms of the type of decoded keys."""
     if KEY != "bf16":
         high = scaled.to(tl.float16)
     elif PTX:
@@ -141,7 +141,7 @@ def query_parts(scaled, PARTS: tl.constexpr, KEY: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def static_scale(scale, h, KIND: tl.constexpr):
-    """Return the factor of a side's decoded numbers that is the same for all tokens, 1 if there is none."""
+    """Return the factor of decoded numbers that all tokens share; 1 for dynamic scales and unquantized numbers."""
     factor = 1.0
     if KIND == "tensor":
         factor = tl.load(scale)
@@ -153,15 +153,15 @@ def static_scale(scale, h, KIND: tl.constexpr):
 
 
 @triton.jit
-def store(
+def store_partials(
     partial_acc, partial_ml, row, rows, m, l, unit, sums,
     N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of a part: its means of the values, m and l. row (N): number of the (part, query head); rows (N): query
-    heads that exist.
+    """Store the results of a part: its means of the values, m and l. `row` (N): index of (part, query head); `rows` (N): mask
+    of existing query heads.
 
-    A mean is no larger than the largest value, so that float16 holds it if the cache's values are in float16's range; a larger
-    mean becomes the largest float16. Infinity and NaN are kept.
+    A mean is at most the largest value, so float16 represents it if the cached values are in float16's range. Larger means
+    saturate; infinity and NaN are kept.
     """
     STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
@@ -173,7 +173,7 @@ def store(
             means = sums[c * STREAMS + s] * per_weight[None, :]
             if partial_acc.dtype.element_ty == tl.float16:
                 means = tl.where(tl.abs(means) < float("inf"), tl.clamp(means, -HALF_MAX, HALF_MAX), means)
-            means = by_channel(means.to(partial_acc.dtype.element_ty), N, VALUE, C)
+            means = sort_by_channel(means.to(partial_acc.dtype.element_ty), N, VALUE, C)
             tl.store(partial_acc + row[None, :] * D + d[:, None], means, mask=mask)
     tl.store(partial_ml + row * 2, m, mask=rows)
     tl.store(partial_ml + row * 2 + 1, l, mask=rows)
@@ -186,9 +186,9 @@ def attend_exact(
 ):  # fmt: skip
     """Attend to the sinks and the recent tokens of one exact buffer and head. Returns the new m, l and sums.
 
-    origin: None, or a pointer to 0. Loading it in each turn keeps the compiler from holding all addresses in registers.
+    origin: None, or a pointer to 0. Loading it in each iteration keeps the compiler from holding all addresses in registers.
     """
-    # These wide rows are few; larger tiles would take registers from the whole kernel.
+    # There are few of these wide rows, and larger tiles would take registers from the whole kernel.
     T: tl.constexpr = 16
     queries = query_parts(scaled, PARTS, "fp16", PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
@@ -217,7 +217,7 @@ def attend_pages(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions from SINK to before `end` of tiles [low, high). Returns the new m, l, unit and sums."""
-    # Tiles in [whole_low, whole_high) are whole; at most the tile before and the tile after are not.
+    # Tiles in [whole_low, whole_high) need no mask. At most one tile before and one tile after them need one.
     PER: tl.constexpr = 64 // T  # tiles of a page
     whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
     whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)

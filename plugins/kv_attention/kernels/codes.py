@@ -1,8 +1,8 @@
-"""Decoding of the cache's codes to float16 inside a kernel: exact, with the fewest instructions that the hardware allows.
+"""Exact decoding of the cache's codes to float16 inside a kernel, with few instructions.
 
 Every function has two bodies, chosen by the constexpr PTX: packed inline assembly for the GPU, and plain arithmetic for
-Triton's interpreter. Both give the same numbers. A byte becomes a float16 by placing it below the constant byte 0x64: the
-float16 with bits 0x6400 + n is 1024 + n for n < 1024, so that one PRMT builds two numbers and one subtraction removes the
+Triton's interpreter. Both give the same numbers. A byte becomes a float16 if the constant byte 0x64 is put above it: the
+float16 with bits 0x6400 + n is 1024 + n for n < 1024. So one PRMT builds two numbers, and one subtraction removes the
 offset.
 """
 
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 
-def for_bytes(declared, body, outputs):
-    """Return inline assembly that runs `body` for each of the four bytes of two words, which have `outputs` results each.
+def per_byte_assembly(declared, body, outputs):
+    """Return inline assembly that runs `body` once for each of the four bytes of two words.
 
-    In `body` %0 to %3 are the results of a byte. %pair and %signed are PRMT's selectors of this byte in the two words. After
-    %pair, `body` clears the other bits; %signed fills them with copies of the sign.
+    In `body`, %0 to %3 are the `outputs` results of the byte. %pair and %signed are PRMT selectors that put this byte of both
+    words into one register. With %pair, `body` must clear the other bits; %signed fills them with copies of the sign.
     """
     text = ""
     for byte in range(4):
@@ -26,7 +26,7 @@ def for_bytes(declared, body, outputs):
     return tl.constexpr("{" + declared + text + "}")
 
 
-INT4_WORDS = for_bytes(
+INT4_WORDS = per_byte_assembly(
     """
     .reg .b32 pair, low, high, offset, shrink, mend;
     mov.b32 offset, 0xe408e408;
@@ -42,7 +42,7 @@ INT4_WORDS = for_bytes(
     mov.b32 {%2, %3}, high;""",
     outputs=4,
 )
-INT8_WORDS = for_bytes(
+INT8_WORDS = per_byte_assembly(
     """
     .reg .b32 pair, offset;
     mov.b32 offset, 0xe480e480;""",
@@ -54,7 +54,7 @@ INT8_WORDS = for_bytes(
     outputs=2,
 )
 # Same arithmetic as decode_e4m3.
-E4M3_WORDS = for_bytes(
+E4M3_WORDS = per_byte_assembly(
     """
     .reg .b32 pair, factor;
     mov.b32 factor, 0x5c005c00;""",
@@ -86,7 +86,7 @@ E4M3_WORDS_BY_HARDWARE = tl.constexpr("""{
 
 @triton.constexpr_function
 def streams_of(dtype):
-    """Return the codes of a stored byte or element: 2 of 4 bits, else 1."""
+    """Return the number of codes in a stored element: 2 for 4-bit formats, otherwise 1."""
     return 2 if dtype in ("int4", "nvfp4") else 1
 
 
@@ -119,10 +119,10 @@ def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
     if PTX and FP8:
         decoded = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif PTX:
-        # Shifted to their places in a float16, exponent and mantissa give 2^-8 times the number, subnormals included. A byte is
-        # widened with its sign (PRMT's selector plus 8), so that one shift places all of it; the copy of the sign at the top
-        # of the exponent, and what a byte shifts into its neighbour, are masked off.
-        moved = tl.inline_asm_elementwise(
+        # A float16 with the exponent and mantissa bits of an E4M3 is 2^-8 times the number, also for subnormals. PRMT with
+        # selector + 8 sign-extends each byte, so that one shift moves all bits into place. The mask clears the copied sign
+        # above the exponent, and the bits that come from the neighbouring byte.
+        shifted = tl.inline_asm_elementwise(
             """{
             .reg .b32 low, high;
             prmt.b32 low, $2, 0, 0x9180;
@@ -138,7 +138,7 @@ def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-        decoded = moved * 256.0
+        decoded = shifted * 256.0
     else:
         wide = x.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
@@ -148,7 +148,7 @@ def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def decode(x, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
-    """Decode a stored tile of 8 or 16 bits per element to the type of the matrix product.
+    """Decode a tile of 8 or 16 bits per element to the type of the matrix product.
 
     The type is float16, or bfloat16 for bf16 (float32 in the interpreter, which has no bfloat16 arithmetic).
     """
@@ -167,12 +167,11 @@ def decode(x, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
 def decode_words(even, odd, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
     """Decode words of four bytes of an even token and of the next, odd token.
 
-    A matrix product takes two neighbouring tokens of a channel in one register, while memory holds four channels of a token
-    in one word. PRMT joins the bytes of two tokens before they are widened, which is all of the transposition.
+    A matrix product needs two neighbouring tokens of a channel in one register, but memory holds four channels of a token
+    in one word. PRMT joins the bytes of two tokens before they are widened; no other transposition is needed.
 
     Returns:
-        float16 codes: for each byte a pair (even, odd); for int4, for each byte a pair for the low bits and a pair for the high
-        bits.
+        float16 codes: for each byte a pair (even, odd); for int4, for each byte a pair of low bits and a pair of high bits.
     """
     if PTX and DTYPE == "int4":
         codes = tl.inline_asm_elementwise(

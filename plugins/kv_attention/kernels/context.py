@@ -1,15 +1,15 @@
-"""Attention of several new tokens per sequence over the quantized pages: chunks of a prompt, and drafts to be verified.
+"""Attention of several new tokens per sequence over the quantized pages, for prompt chunks and for drafts to verify.
 
-Shapes: B sequences, X new tokens in all, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, T tokens of a tile
-of the cache, U tokens of a tile of new ones, S splits, E exact slots. The query rows of a sequence and KV head are its new
+Shapes: B sequences, X new tokens of all sequences, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, T tokens of
+a cache tile, U tokens of a tile of new tokens, S splits, E exact slots. The query rows of a sequence and KV head are its new
 tokens' G heads, token by token; N rows are the columns of one program.
 
-Every new token attends to all cached tokens and, unquantized, to the new ones up to itself. One program attends to the pages of
+Every new token attends to all cached tokens and to the unquantized new tokens up to itself. One program attends to the pages of
 one (block of N query rows, KV head, split); programs of the last split attend to the new tokens, the sinks and the recent
 tokens. context_reduce joins the splits.
 
-Operands are swapped as in plugins/kv_attention/kernels/decode.py, whose tiles these are: scores (T, N) = keys (T, D) x query^T
-and sums (D, N) += values^T (D, T) x p (T, N). The codes become the matrix instruction's first operand in registers, so that
+Tiles and operand order are those of plugins/kv_attention/kernels/decode.py: scores (T, N) = keys (T, D) x query^T
+and sums (D, N) += values^T (D, T) x p (T, N). The codes are decoded to the matrix instruction's first operand in registers, so
 only p passes through shared memory, and N columns share the cost of decoding a tile.
 """
 
@@ -21,41 +21,41 @@ from plugins.kv_attention.kernels.attend import (
     HEADROOM,
     LOG2_E,
     MIN_SCALE_BITS,
+    accumulate_values,
     attend_exact,
     attend_pages,
     query_parts,
     scale_queries,
     static_scale,
-    store,
-    weigh,
+    store_partials,
 )
 from plugins.kv_attention.kernels.codes import streams_of
 
-SEARCHED = tl.constexpr(128)
-"""Sequences whose starts are compared at once."""
-LOWEST = tl.constexpr(-3e38)
-"""Below all scores."""
+SEARCH_BLOCK = tl.constexpr(128)
+"""Sequences that a block's search reads at once."""
+INITIAL_MAX = tl.constexpr(-3e38)
+"""Finite initial maximum, below all scores."""
 SPLIT_TOKENS = tl.constexpr(512)
-"""Fewest tokens of a split: writing and reading its means of 64 columns takes the traffic of some 170 tokens."""
+"""Minimum tokens per split. Writing and reading a split's means for 64 columns is as much traffic as about 170 tokens."""
 
 
 @triton.jit
-def _block_of(query_starts, sequences, tokens, block, G: tl.constexpr, N: tl.constexpr):
-    """Return a block's sequence, the sequence's first new token and number of new tokens, and the block's number.
+def _locate_block(query_starts, sequences, tokens, block, G: tl.constexpr, N: tl.constexpr):
+    """Return a block's sequence, the sequence's first new token and count of new tokens, and the block's number within it.
 
-    A sequence's first block is (its first row // N) + its number, so that shapes alone give the number of blocks, and some
-    blocks have no rows.
+    A sequence's first block is (its first row // N) + its index, so that the number of blocks depends only on shapes. Some
+    blocks therefore have no rows.
     """
     if query_starts is None:
-        each = tl.cdiv(tokens * G, N)
-        b = block // each
+        per_sequence = tl.cdiv(tokens * G, N)
+        b = block // per_sequence
         start = b.to(tl.int64) * tokens
         count = tokens
-        first = b * each
+        first = b * per_sequence
     else:
         b = -1
-        for low in range(0, sequences, SEARCHED):
-            i = low + tl.arange(0, SEARCHED)
+        for low in range(0, sequences, SEARCH_BLOCK):
+            i = low + tl.arange(0, SEARCH_BLOCK)
             starts = tl.load(query_starts + i, mask=i < sequences, other=0).to(tl.int64)
             b += tl.sum(((starts * G // N + i <= block) & (i < sequences)).to(tl.int32), 0)
         start = tl.load(query_starts + b).to(tl.int64)
@@ -65,12 +65,12 @@ def _block_of(query_starts, sequences, tokens, block, G: tl.constexpr, N: tl.con
 
 
 @triton.jit
-def _weigh_new(values, p, sums, PTX: tl.constexpr, NEW: tl.constexpr):
+def _accumulate_new_values(values, p, sums, PTX: tl.constexpr, NEW: tl.constexpr):
     """Return sums (D, N) + values^T (D, U) x p (U, N) of new tokens."""
     if NEW == "fp32":
         sums = tl.dot(tl.trans(values), p, sums, input_precision="bf16x3" if PTX else "ieee")
     else:
-        sums = weigh(values, p, sums, PTX, NEW)
+        sums = accumulate_values(values, p, sums, PTX, NEW)
     return sums
 
 
@@ -81,13 +81,13 @@ def _new_split(
     H: tl.constexpr, U: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the exact tokens, and to the new tokens up to the query's own; `last` is the last new token of any query."""
+    """Attend to the exact tokens, and to the new tokens up to the query's own; `last` is the block's last new token."""
     d = tl.arange(0, D)
     WIDEN: tl.constexpr = NEW == "bf16" and not PTX  # the interpreter has no bfloat16 arithmetic
-    # float32 queries and keys are multiplied by parts of their channels, which leaves registers enough.
+    # float32 queries and keys are multiplied in slices of 64 channels, to save registers.
     STEP: tl.constexpr = 64 if NEW == "fp32" else D
     c = tl.arange(0, STEP)
-    m = tl.full((N,), LOWEST, tl.float32)  # finite, because there may be no exact token that is visible
+    m = tl.full((N,), INITIAL_MAX, tl.float32)  # finite, because there may be no exact token that is visible
     l = tl.zeros((N,), tl.float32)
     sums = (tl.zeros((D, N), tl.float32),)
     if SINK + RECENT > 0:
@@ -116,9 +116,9 @@ def _new_split(
         p = tl.math.exp2(scores - m_new[None, :])
         decay = tl.math.exp2(m - m_new)
         l = l * decay + tl.sum(p, 0)
-        accumulated = _weigh_new(values, p, accumulated * decay[None, :], PTX, NEW)
+        accumulated = _accumulate_new_values(values, p, accumulated * decay[None, :], PTX, NEW)
         m = m_new
-    store(partial_acc, partial_ml, partial_row, rows, m, l, 1.0, (accumulated,), N, D, "fp16", 1)
+    store_partials(partial_acc, partial_ml, partial_row, rows, m, l, 1.0, (accumulated,), N, D, "fp16", 1)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _page_split(
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions from SINK to before `end` of tiles [low, high), from the pages. The split is never empty."""
+    """Attend to the positions in [SINK, end) of tiles [low, high), from the pages. The split is never empty."""
     queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     per_column *= static_scale(key_scale, h, KEY_SCALE)
@@ -150,7 +150,7 @@ def _page_split(
     )  # fmt: skip
     if VALUE_SCALE == "group":
         factor = unit.to(tl.float32, bitcast=True)
-    store(partial_acc, partial_ml, partial_row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
+    store_partials(partial_acc, partial_ml, partial_row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
 
 
 @triton.jit(do_not_specialize=["table_width", "tokens", "sequences"])
@@ -163,22 +163,22 @@ def context_partial(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens of one (block of query rows, KV head, split). Grid (blocks, H, S), see `_block_of`.
+    """Attend to the tokens of one (block of query rows, KV head, split). Grid (blocks, H, S), see `_locate_block`.
 
-    The last split has the new tokens and the exact tokens, the others have the pages. Tensors that the layout lacks are None.
+    The last split attends to the new and the exact tokens, the others to the pages. Tensors that the layout lacks are None.
     Without `query_starts` every sequence has `tokens` new tokens; otherwise `tokens` is not read.
 
     Args:
         query: (X, Hq, D).
         key_new, value_new: (X, H, D), of the query's type.
         key_pool, value_pool, key_scale, value_scale, value_block_scale: As in decode_partial.
-        query_starts: (B + 1) int32, the first new token of every sequence, and X.
+        query_starts: (B + 1) int32, the first new token of every sequence, then X.
         page_table: (B, table_width) int32.
         lengths: (B) int32, tokens before the new ones.
-        key_exact, value_exact: (buffers, H, E, D) float16, as of `lengths`.
+        key_exact, value_exact: (buffers, H, E, D) float16, without the new tokens.
         exact_slots: (B) int32, exact buffer of every sequence.
         sequences: B.
-        partial_acc: Output (X, Hq, S, D) float16 or float32, means of the values by their weights; an empty split writes
+        partial_acc: Output (X, Hq, S, D) float16 or float32, weighted means of the values; an empty split writes
             nothing.
         partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 for an empty split.
         NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
@@ -186,7 +186,7 @@ def context_partial(
     h = tl.program_id(1)
     split = tl.program_id(2)
     splits = tl.num_programs(2) - 1
-    b, start, count, block = _block_of(query_starts, sequences, tokens, tl.program_id(0), G, N)
+    b, start, count, block = _locate_block(query_starts, sequences, tokens, tl.program_id(0), G, N)
     if block * N >= count * G:
         return
     n = block * N + tl.arange(0, N)
@@ -199,11 +199,11 @@ def context_partial(
     FIRST: tl.constexpr = SINK // T
     end = length - RECENT
     tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
-    each = tl.maximum(tl.cdiv(tiles, splits), SPLIT_TOKENS // T)
-    low = FIRST + tl.minimum(split * each, tiles)
-    high = FIRST + tl.minimum((split + 1) * each, tiles)
+    per_split = tl.maximum(tl.cdiv(tiles, splits), SPLIT_TOKENS // T)
+    low = FIRST + tl.minimum(split * per_split, tiles)
+    high = FIRST + tl.minimum((split + 1) * per_split, tiles)
     if (low == high) & (split != splits):
-        # This split is empty: its means are not read, since m says so.
+        # This split is empty. Because m is -inf, context_reduce does not read its means.
         tl.store(partial_ml + partial_row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
         tl.store(partial_ml + partial_row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
         return

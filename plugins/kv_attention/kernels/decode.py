@@ -1,19 +1,19 @@
-"""Attention of a decode step, split-K: a work list, partial sums over the quantized pages by the list, and their join.
+"""Split-K attention of a decode step: a work list, the attention of its parts, and the join of the parts.
 
 Shapes: B sequences, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
-columns, T tokens of a tile, which is a page of 64, half a page or a quarter, W stored elements of a value row, C channels of a
-row's chunk, E exact slots, K programs of a KV head that run at once, Y programs of a KV head (K, or K + B with exact tokens), R
+columns, T tokens of a tile (a page of 64, or half or a quarter of it), W stored elements of a value row, C channels of a
+row's chunk, E exact slots, K programs of a KV head for the pages, Y all its programs (K, or K + B with exact tokens), R
 parts (a part is the result of one program for one sequence).
 
 The work list is made on the GPU from the real lengths. The pages of all sequences, laid end to end, are cut into shares of
-equal length, one per program. A share may end within a sequence and begin the next one. Every sequence counts at least one
-page, so that a sequence without pages has a result, too. Parts are numbered along the pages: no two parts share a number, and
+equal length, one per program. A share may start and end within a sequence. Every sequence counts at least one
+page, so that a sequence without pages also has a result. Parts are numbered along the pages: no two parts share a number, and
 the parts of a sequence have successive numbers. Program p's part of sequence b has the number p + b. With exact tokens, each
 sequence begins with one more part, for these tokens, and the number is p + 2 b + 1.
 
 One program attends with one KV head to its share of all sequences' pages, sequence by sequence. Operands are swapped: scores
 (T, N) = keys (T, D) x query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix
-instruction's N of 8 and nothing is computed for padding when G is 8.
+instruction's N of 8, and no padding is computed if G is 8.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
 precision down to 2^-29 of the largest. A value scale is folded into p, divided by this part's largest scale so far, rounded
@@ -35,10 +35,10 @@ from plugins.kv_attention.kernels.attend import (
     query_parts,
     scale_queries,
     static_scale,
-    store,
+    store_partials,
 )
 from plugins.kv_attention.kernels.codes import streams_of
-from plugins.kv_attention.kernels.tiles import channels
+from plugins.kv_attention.kernels.tiles import channel_order
 
 PAGE = tl.constexpr(64)
 
@@ -47,7 +47,7 @@ PAGE = tl.constexpr(64)
 def _pages(lengths, b, batch, SINK: tl.constexpr, RECENT: tl.constexpr):
     """Return the number of pages that hold positions SINK to length - RECENT, for each sequence in b.
 
-    It is at least 1, and 0 for a `b` beyond the batch.
+    The number is at least 1; it is 0 for a `b` beyond the batch.
     """
     end = tl.load(lengths + b, mask=b < batch, other=0) - RECENT
     pages = tl.where(end > SINK, tl.cdiv(end, PAGE) - SINK // PAGE, 1)
@@ -116,8 +116,8 @@ def plan_work(
 
 
 @triton.jit
-def _seed(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return the initial m, l and sums, in multiples of `unit`: of the current token, or of no token if not `seeded`."""
+def _initial_sums(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Return the initial m, l and sums (in multiples of `unit`): of the current token if `seeded`, otherwise of no token."""
     STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
     m = tl.where(seeded, score - HEADROOM, float("-inf"))
@@ -125,7 +125,7 @@ def _seed(seeded, score, value_new, unit, N: tl.constexpr, D: tl.constexpr, VALU
     sums = ()
     for c in tl.static_range(CHUNKS):
         for s in tl.static_range(STREAMS):
-            value = tl.load(value_new + s * (D // STREAMS) + c * C + channels(VALUE, C)).to(tl.float32)
+            value = tl.load(value_new + s * (D // STREAMS) + c * C + channel_order(VALUE, C)).to(tl.float32)
             value = tl.where(seeded, value * (P_MAX / unit), 0.0)
             sums = sums + (value[:, None] + tl.zeros((C, N), tl.float32),)
     return m, l, sums
@@ -136,10 +136,10 @@ def _store_part(
     partial_acc, partial_ml, number, h, m, l, unit, sums,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of one KV head in part `number`. Load `number` just before the call: its rows occupy registers."""
+    """Store one KV head's results of part `number`. Load `number` just before the call, because its rows occupy registers."""
     n = tl.arange(0, N)
     row = (number.to(tl.int64) * H + h) * G + n
-    store(partial_acc, partial_ml, row, n < G, m, l, unit, sums, N, D, VALUE, CHUNKS)
+    store_partials(partial_acc, partial_ml, row, n < G, m, l, unit, sums, N, D, VALUE, CHUNKS)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _exact_part(
     part: Last column of the program's row of the work list. `part - 2` points to the row's first page, which is 0, because
         attend_exact needs a pointer to 0.
     """
-    m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
+    m, l, sums = _initial_sums(True, score_new, value_new, 1.0, N, D, "fp16", 1)
     m, l, sums = attend_exact(
         key_exact, value_exact, part - 2, length, scaled, per_column, m, l, sums, D, PARTS, SINK, RECENT, PTX, FP8
     )
@@ -182,7 +182,7 @@ def _pool_part(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles [low, high), from the pages, and if `seeded` to the current token.
+    """Attend to tiles [low, high) of the pages, and to the current token if `seeded`.
 
     part: Last column of the program's row of the work list; this is the i-th part from there.
     """
@@ -194,7 +194,7 @@ def _pool_part(
         factor = unit.to(tl.float32, bitcast=True)
     elif VALUE_SCALE == "block":
         value_scale = value_block_scale
-    m, l, sums = _seed(seeded, score_new, value_new, factor, N, D, VALUE, CHUNKS)
+    m, l, sums = _initial_sums(seeded, score_new, value_new, factor, N, D, VALUE, CHUNKS)
 
     m, l, unit, sums = attend_pages(
         key_pool, value_pool, key_scale, value_scale, table, low, high, length - RECENT, h, queries, per_column,
@@ -231,9 +231,9 @@ def decode_partial(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one KV head to the pages that a row of the work list names. Grid (H, Y).
+    """Attend to the pages in one row of the work list, for one KV head. Grid (H, Y).
 
-    With exact tokens, rows of their own name the sequences whose exact buffers are read. Tensors that the layout lacks are
+    With exact tokens, additional rows name the sequences whose exact buffers are read. Tensors that the layout lacks are
     None.
 
     Args:
@@ -248,7 +248,7 @@ def decode_partial(
         work, sequences: (Y, 5) and (B, 4) int32, as plan_work writes them.
         key_exact, value_exact: (buffers, H, E, D) float16.
         exact_slots: (B) int32, exact buffer of every sequence.
-        partial_acc: Output (R, Hq, D) float16 or float32, means of the values by their weights; numbers without a part are not
+        partial_acc: Output (R, Hq, D) float16 or float32, weighted means of the values; numbers without a part are not
             written.
         partial_ml: Output (R, Hq, 2) float32, m and l, the sum of the weights; -inf and 0 of a part without tokens.
     """
@@ -258,11 +258,11 @@ def decode_partial(
     work += tl.program_id(1) * 5
     EXACT: tl.constexpr = SINK + RECENT
     count = tl.load(work + 1) - tl.load(work)
-    # LICM keeps values that all sequences share in registers. With keys of bytes it is off: the loop over tiles needs these
-    # registers. With 16-bit keys, whose tiles are loaded to registers, some variants spill without LICM.
+    # LICM (loop-invariant code motion) keeps values that all sequences share in registers. It is off for byte keys, because
+    # the loop over tiles needs these registers. For 16-bit keys, whose tiles are in registers, some variants spill without it.
     BYTES: tl.constexpr = KEY != "bf16" and KEY != "fp16"
     for i in tl.range(0, count, num_stages=1, disable_licm=BYTES):
-        # The row is read again for the same reason.
+        # The row is loaded again in each iteration, also to save registers.
         b = tl.load(work) + i
         head = b * H + h
         begin = tl.load(sequences + b * 4)
@@ -304,7 +304,7 @@ def decode_reduce(
         out: (B, Hq, D).
         CHUNK: Parts that are read at once.
         ROUND: Round to bfloat16 by integer arithmetic (`round_to_bfloat16`).
-        PDL: The kernel may begin before decode_partial has ended: it waits for the parts, not for a launch.
+        PDL: The kernel may begin before decode_partial has ended, and then waits for the parts.
     """
     head = tl.program_id(0)
     b = tl.program_id(1)
@@ -325,7 +325,7 @@ def decode_reduce(
         means = tl.load(
             partial_acc + row[:, None] * D + d[None, :], mask=tl.broadcast_to(present[:, None], (CHUNK, D)), other=0.0
         )
-        # It is finite: the first part has the current token.
+        # `largest` is finite, because the first part contains the current token.
         largest = tl.maximum(m, tl.max(part_m, 0))
         decay = tl.math.exp2(m - largest)
         weight = tl.math.exp2(part_m - largest)

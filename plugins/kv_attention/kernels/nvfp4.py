@@ -1,7 +1,7 @@
-"""NVFP4 inside a kernel: E2M1 codes of 4 bits and E4M3 scales of blocks, to numbers and back.
+"""Conversion of NVFP4 inside a kernel: 4-bit E2M1 codes and E4M3 block scales to numbers, and back.
 
-A code becomes a float16 by moving its exponent and mantissa, three bits, to the lowest bits of the exponent and the highest of
-the mantissa: that float16 is 2^-14 times the code, subnormals included. Its product with the block's scale is a multiple of
+A code becomes a float16 if its three exponent and mantissa bits are moved to the lowest exponent bits and the highest
+mantissa bit: that float16 is 2^-14 times the code, also for subnormals. Its product with the block's scale is a multiple of
 2^-24 of at most six bits, which float16 holds without rounding. Every function has two bodies that give the same numbers, like
 those in codes.py: packed inline assembly and plain arithmetic.
 """
@@ -9,13 +9,13 @@ those in codes.py: packed inline assembly and plain arithmetic.
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.codes import decode_e4m3, for_bytes
+from plugins.kv_attention.kernels.codes import decode_e4m3, per_byte_assembly
 
 NVFP4_GAIN = tl.constexpr(16384.0)
-"""2^14: a factor of decoded numbers, in addition to the layer's scale."""
+"""2^14: the factor that decoded numbers lack, in addition to the layer's scale."""
 
 
-SCALED_WORDS = for_bytes(
+SCALED_WORDS = per_byte_assembly(
     """
     .reg .b32 pair, low, high, sign;""",
     """
@@ -71,8 +71,8 @@ def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, F
         codes = ()
         for j in tl.static_range(4):
             codes = codes + (
-                moved(even >> (8 * j)) * low_even, moved(odd >> (8 * j)) * low_odd,
-                moved(even >> (8 * j + 4)) * high_even, moved(odd >> (8 * j + 4)) * high_odd,
+                decode_e2m1(even >> (8 * j)) * low_even, decode_e2m1(odd >> (8 * j)) * low_odd,
+                decode_e2m1(even >> (8 * j + 4)) * high_even, decode_e2m1(odd >> (8 * j + 4)) * high_odd,
             )  # fmt: skip
     return codes
 
@@ -116,22 +116,22 @@ def _scaled_pairs(even, odd, low_scale, high_scale):
 
 
 @triton.jit
-def moved(code):
+def decode_e2m1(code):
     """Return 2^-14 times the E2M1 number in the lowest four bits of int32, as float16."""
     bits = ((code & 7) << 9) | ((code & 8) << 12)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def value_e4m3(codes):
-    """Return positive E4M3 numbers, given as bits in int32, as float32. No float32 is subnormal: a GPU may flush those to 0."""
+def e4m3_to_float32(codes):
+    """Return positive E4M3 numbers, given as bits in int32, as float32, without subnormals, which a GPU may flush to 0."""
     normal = ((codes + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     return tl.where(codes < 8, codes.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit
 def encode_e2m1(steps):
-    """Return the nearest codes 0 to 15, as int32, of numbers in units of their scale: ties to even codes, saturating."""
+    """Return the nearest codes 0 to 15 (int32) of numbers divided by their scale: ties to even codes, saturating."""
     magnitude = tl.minimum(tl.abs(steps), 6.0)
     # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
     units = tl.where(magnitude < 2.0, magnitude * 2.0, tl.where(magnitude < 4.0, magnitude, magnitude * 0.5))

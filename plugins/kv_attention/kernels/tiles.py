@@ -13,7 +13,7 @@ from plugins.kv_attention.kernels.nvfp4 import decode_blocks
 
 @triton.jit
 def load_rows(pointers, visible, ROWS: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile (ROWS, LAST). MASKED: rows that are not `visible` (ROWS) are not read, and are zero."""
+    """Load a tile (ROWS, LAST). MASKED: return zeros for rows that are not `visible` (ROWS)."""
     if MASKED:
         tile = tl.load(pointers, mask=tl.broadcast_to(visible[:, None], (ROWS, LAST)), other=0)
     else:
@@ -25,7 +25,7 @@ def load_rows(pointers, visible, ROWS: tl.constexpr, LAST: tl.constexpr, MASKED:
 def load_scales(scales, block, visible, T: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr):
     """Load the float16 scales of a tile's tokens, GROUPS each, as a tuple of float32 (T). MASKED: as in load_rows.
 
-    Whole tiles are read in words of two scales, the narrowest load that Triton makes asynchronous.
+    Unmasked tiles are read in words of two scales, the narrowest load that Triton makes asynchronous.
     """
     loaded = ()
     if MASKED:
@@ -36,19 +36,19 @@ def load_scales(scales, block, visible, T: tl.constexpr, GROUPS: tl.constexpr, M
         # The cast drops the alignment that Triton knows of the pointer.
         words = tl.multiple_of(scales.to(tl.pointer_type(tl.int32)), 16) + block * (T * GROUPS // 2)
         if GROUPS == 1:
-            even, odd = _halves(tl.load(words + tl.arange(0, T // 2)))
+            even, odd = _unpack_halves(tl.load(words + tl.arange(0, T // 2)))
             loaded = (tl.interleave(even, odd),)
         else:
             W: tl.constexpr = GROUPS // 2
             tile = tl.load(words + (tl.arange(0, T)[:, None] * W + tl.arange(0, W)[None, :]))
-            columns = _cut(tile, T, W, W)
+            columns = _split_columns(tile, T, W, W)
             for w in tl.static_range(W):
-                loaded = loaded + _halves(tl.reshape(columns[w], (T,)))
+                loaded = loaded + _unpack_halves(tl.reshape(columns[w], (T,)))
     return loaded
 
 
 @triton.jit
-def _halves(words):
+def _unpack_halves(words):
     """Return the float16 numbers in the low and in the high half of every word, as float32."""
     low = words.to(tl.int16).to(tl.float16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -59,9 +59,9 @@ def _halves(words):
 def load_values(
     values, block, visible, T: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load the stored values of a tile, by chunks: (T, C), or words of four bytes of the even and of the odd tokens.
+    """Load the values of a tile in chunks: (T, C), or words of four bytes of the even and of the odd tokens.
 
-    Whole rows are loaded and then cut into chunks, because a chunk alone may be less than 16 bytes per thread.
+    Rows are loaded first and then cut into chunks, because a chunk may have less than 16 bytes per thread.
     """
     W: tl.constexpr = D // streams_of(VALUE)
     if VALUE == "fp16" or VALUE == "bf16":
@@ -78,8 +78,8 @@ def load_values(
         else:
             visible_even = None
             visible_odd = None
-        even = _cut(load_rows(words + offsets, visible_even, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
-        odd = _cut(load_rows(words + W // 4 + offsets, visible_odd, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
+        even = _split_columns(load_rows(words + offsets, visible_even, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
+        odd = _split_columns(load_rows(words + W // 4 + offsets, visible_odd, T // 2, W // 4, MASKED), T // 2, W // 4, CHUNKS)
         stored = ()
         for c in tl.static_range(CHUNKS):
             stored = stored + ((even[c], odd[c]),)
@@ -87,12 +87,12 @@ def load_values(
 
 
 @triton.jit
-def with_block_scales(
+def append_block_scales(
     stored, scales, block, visible, T: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Pair each nvfp4 chunk from load_values with its block scales: bytes of E4M3 (T / 2, C / 16), one for each block.
+    """Append to each nvfp4 chunk from load_values its block scales: bytes of E4M3 (T / 2, C / 16), one per block.
 
-    Streams of the even and of the odd tokens: first for the low bits' channels, then for the high bits'.
+    The order is even tokens, odd tokens for the low bits' channels, then for the high bits' channels.
     """
     G: tl.constexpr = D // 16
     even = scales + block * (T * G) + (tl.arange(0, T // 2)[:, None] * (2 * G) + tl.arange(0, G)[None, :])
@@ -101,8 +101,8 @@ def with_block_scales(
     else:
         visible_even = None
         visible_odd = None
-    evens = _cut(load_rows(even, visible_even, T // 2, G, MASKED), T // 2, G, 2 * CHUNKS)
-    odds = _cut(load_rows(even + G, visible_odd, T // 2, G, MASKED), T // 2, G, 2 * CHUNKS)
+    evens = _split_columns(load_rows(even, visible_even, T // 2, G, MASKED), T // 2, G, 2 * CHUNKS)
+    odds = _split_columns(load_rows(even + G, visible_odd, T // 2, G, MASKED), T // 2, G, 2 * CHUNKS)
     chunks = ()
     for c in tl.static_range(CHUNKS):
         chunks = chunks + (stored[c] + (evens[c], odds[c], evens[CHUNKS + c], odds[CHUNKS + c]),)
@@ -110,21 +110,21 @@ def with_block_scales(
 
 
 @triton.jit
-def _cut(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
+def _split_columns(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
     """Cut a tile (ROWS, LAST) into its 1, 2 or 4 chunks of columns."""
     if CHUNKS == 1:
         chunks = (tile,)
     else:
         lower, upper = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, LAST // 2)), (0, 2, 1)))
-        chunks = _cut(lower, ROWS, LAST // 2, CHUNKS // 2) + _cut(upper, ROWS, LAST // 2, CHUNKS // 2)
+        chunks = _split_columns(lower, ROWS, LAST // 2, CHUNKS // 2) + _split_columns(upper, ROWS, LAST // 2, CHUNKS // 2)
     return chunks
 
 
 @triton.jit
 def decode_values(stored, T: tl.constexpr, C: tl.constexpr, VALUE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
-    """Decode a chunk that load_values loaded to its streams (T, C). Columns are in the order that `channels` returns.
+    """Decode a chunk from load_values to its streams (T, C), with columns in the order of `channel_order`.
 
-    A chunk of nvfp4 comes with its scales (with_block_scales): the streams are codes times scales, divided by NVFP4_GAIN.
+    Streams of nvfp4 are codes times block scales, divided by NVFP4_GAIN.
     """
     STREAMS: tl.constexpr = streams_of(VALUE)
     if VALUE == "fp16" or VALUE == "bf16":
@@ -150,7 +150,7 @@ def decode_values(stored, T: tl.constexpr, C: tl.constexpr, VALUE: tl.constexpr,
 
 @triton.jit
 def _interleave(e0, o0, e1, o1, e2, o2, e3, o3, T: tl.constexpr, C: tl.constexpr):
-    """Interleave bytes 0 to 3 of words (T / 2, C / 4) of even and odd tokens to (T, C), columns in the order of `channels`."""
+    """Interleave bytes 0 to 3 of words (T / 2, C / 4) of even and odd tokens to (T, C), in the order of `channel_order`."""
     lower = tl.join(tl.join(e0, o0), tl.join(e1, o1))
     upper = tl.join(tl.join(e2, o2), tl.join(e3, o3))
     tile = tl.reshape(tl.join(lower, upper), (T // 2, C // 32, 8, 2, 2, 2))
@@ -158,8 +158,8 @@ def _interleave(e0, o0, e1, o1, e2, o2, e3, o3, T: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def channels(VALUE: tl.constexpr, C: tl.constexpr):
-    """Return the channel of every row of the sums (C).
+def channel_order(VALUE: tl.constexpr, C: tl.constexpr):
+    """Return the channel of each row (C) of the sums.
 
     The order is byte 0 of eight words, then byte 1 of the same words, and so on: the rows of a matrix instruction, eight in
     different threads and two in one, then come from eight words.
@@ -174,8 +174,8 @@ def channels(VALUE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def by_channel(rows, N: tl.constexpr, VALUE: tl.constexpr, C: tl.constexpr):
-    """Sort rows (C, N) from the order of `channels` by channel. A thread then stores 16 bytes at a time."""
+def sort_by_channel(rows, N: tl.constexpr, VALUE: tl.constexpr, C: tl.constexpr):
+    """Sort rows (C, N) from the order of `channel_order` by channel. A thread then stores 16 bytes at a time."""
     if VALUE != "fp16" and VALUE != "bf16":
         rows = tl.reshape(tl.permute(tl.reshape(rows, (2, C // 32, 2, 8, N)), (1, 3, 0, 2, 4)), (C, N))
     return rows

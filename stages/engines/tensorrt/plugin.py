@@ -27,7 +27,7 @@ from plugins.kv_attention.tensorrt_nodes import (
     attributes_of,
     node_of,
 )
-from plugins.kv_attention.variants import WIDEST, Setting, context_blocks, context_variant, decode_variant
+from plugins.kv_attention.variants import MAX_BLOCK_ROWS, Setting, context_blocks, context_variant, decode_variant
 from stages.engines.base import Mode
 from stages.engines.bundle import sm_number
 from stages.engines.onnx.bundle import ModelInfo
@@ -86,7 +86,9 @@ def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Plan
 
     pages, sm_count = limits.sequence_pages, launch.sm_count(torch.device("cuda"))
     # The kernels of several new tokens are compiled for the widest chunk.
-    settings = [Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=WIDEST) for layout in layouts]
+    settings = [
+        Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=MAX_BLOCK_ROWS) for layout in layouts
+    ]
     resident = min(decode_variant(setting).resident for setting in settings)
     splits = []
     for variant in map(context_variant, settings):
@@ -116,7 +118,7 @@ def use_plugin(
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
         # The kernels of several new tokens are compiled for the widest chunk.
-        setting = Setting(layout, info.compute_dtype, sm, group, scaling, WIDEST, splits)
+        setting = Setting(layout, info.compute_dtype, sm, group, scaling, MAX_BLOCK_ROWS, splits)
         node, names = _attention(model, info, policy, layer, mode)
         names |= plan
         if decode and not any(call.name == PLAN.operation for call in model.graph.node):

@@ -29,7 +29,7 @@ class Plugin:
     """Launches of the plugin's kernels for one layout."""
 
     def __init__(self, layout: CacheLayout, query: Tensor, folder: Path) -> None:
-        self.setting, self.folder = launch.setting_of(layout, query, SCALING), folder
+        self.setting, self.folder = launch.make_setting(layout, query, SCALING), folder
 
     def run(self, operation: aot.Kernel, grid: tuple[int, ...], given: Mapping[str, Any]) -> None:
         """Launch a kernel. `given`: tensors and integers by parameter name."""
@@ -86,7 +86,7 @@ def test_a_step_with_plugin_arguments_equals_torch_launches(name: str, tmp_path:
     step |= {"query": query, "key_new": key_new, "value_new": value_new, "out": torch.full_like(query, torch.nan)}
     step["partial_acc"] = query.new_empty((rows + batch, q_heads, dim), dtype=launch.partial_type(query.dtype))
     step["partial_ml"] = query.new_empty((rows + batch, q_heads, 2), dtype=torch.float32)
-    scales = dict(zip(("key_scale", "value_scale", "value_block_scale"), launch.scale_tensors(layout, cache), strict=True))
+    scales = dict(zip(("key_scale", "value_scale", "value_block_scale"), launch.scale_inputs(layout, cache), strict=True))
     plugin.run("decode_partial", (layout.kv_heads, rows), cache | step | scales)
     plugin.run("decode_reduce", (q_heads, batch), step)
     torch.testing.assert_close(step["out"], wanted, rtol=1e-2, atol=1e-3)

@@ -28,7 +28,7 @@ from plugins.kv_attention.tensorrt_nodes import (
     input_specs,
     node_of,
 )
-from plugins.kv_attention.variants import WIDEST, Compute, Setting, context_variant, plan_grid
+from plugins.kv_attention.variants import MAX_BLOCK_ROWS, Compute, Setting, context_variant, plan_grid
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import check_kernels
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.layout, self.compute, self.sm, self.group, SCALING, WIDEST, splits=self.programs)
+        return Setting(self.layout, self.compute, self.sm, self.group, SCALING, MAX_BLOCK_ROWS, splits=self.programs)
 
     @property
     def batch(self) -> Triple:
@@ -216,7 +216,7 @@ def test_attention_takes_the_work_list_and_the_functions_inputs(name: str, sinks
 @pytest.mark.parametrize(
     ("tensor", "dtype", "dims", "message"),
     [
-        ("value_pool", "INT4", None, r"value_pool must be INT8 \(two codes to a byte\), got INT4"),
+        ("value_pool", "INT4", None, r"value_pool must be INT8 \(two codes per byte\), got INT4"),
         ("lengths", None, (4,), r"lengths must be \(16\), got \(4\)"),
         ("key_pool", None, (4096, 8, 32, 128), r"key_pool must be \(4096, 8, 64, 128\), got \(4096, 8, 32, 128\)"),
         ("key", None, (16, 8, 1, (64, 128, 128)), r"key must be \(16, 8, 1, 128\), got \(16, 8, 1, varies\)"),
@@ -224,7 +224,7 @@ def test_attention_takes_the_work_list_and_the_functions_inputs(name: str, sinks
         ("value_dtype", None, 6, r"value_dtype must be one of 0 \(fp16\), .* got 6"),
         ("scaling", None, 0.0, r"scaling must be positive and finite, got 0\.0"),
         ("sm", None, 75, "sm must be at least 80, got 75"),
-        ("recent_tokens", None, 1, "the setting's cache has the tensors of kv::decode_partial_kstatic_vdynamic_exact"),
+        ("recent_tokens", None, 1, "the setting's cache needs kv::decode_partial_kstatic_vdynamic_exact"),
         ("programs", None, 0, "programs must be at least 1, got 0"),
     ],
 )
