@@ -1,4 +1,4 @@
-"""Joins the measurements of a candidate and its baseline into the report. Pure functions that take milliseconds."""
+"""Joins the measurements of a candidate and its baseline into the report. Runs no engine."""
 
 import math
 from collections.abc import Sequence
@@ -42,10 +42,15 @@ def join(
     baseline: str,
     samples: str,
 ) -> JoinedEvaluation:
-    """Join the rounds that ran into the report. Pairs are (baseline, candidate).
+    """Join the rounds that ran into the report.
 
-    `encoded` are all samples, including samples of rounds that did not run, and `samples` is their `workloads_digest`. `engine`
-    and `baseline` are the digests of the bundles.
+    Args:
+        encoded: All samples, including the samples of rounds that did not run.
+        rounds: (baseline, candidate) per round.
+        once: The measurements made only once: (baseline, candidate).
+        engine: Digest of the candidate's bundle.
+        baseline: Digest of the baseline's bundle.
+        samples: `workloads_digest` of `encoded`.
     """
     rows, parts = list[SampleRow](), list[StepStatistics]()
     for number, (baseline_round, candidate_round) in enumerate(rounds, start=1):
@@ -53,7 +58,7 @@ def join(
             name = item.sample.id
             parts.append(candidate_round.statistics[name])
             rows.append(make_row(item, parts[-1], baseline_round.answers.get(name), candidate_round.answers.get(name)))
-    base, repeated = once
+    baseline_once, candidate_once = once
     first_base, first = rounds[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:
@@ -61,7 +66,7 @@ def join(
     planned: dict[str, bool] = {}
     for item in encoded:
         planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.sample.judged
-    assert repeated.control is not None, "a candidate has a must-fail control"
+    assert candidate_once.control is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
         policy=first.policy,
         takes_effect=first.takes_effect,
@@ -72,15 +77,15 @@ def join(
         planned_rounds=max(item.round for item in encoded),
         planned_workloads=planned,
         slices=slices(rows, parts, config.context_bins),
-        noise=base.noise,
-        control=repeated.control,
-        system=repeated.system,
-        baseline_system=base.system,
+        noise=baseline_once.noise,
+        control=candidate_once.control,
+        system=candidate_once.system,
+        baseline_system=baseline_once.system,
         conformance=conformance,
-        candidate_noise=repeated.noise,
-        coverage=Exercised.merged([*(candidate_round.coverage for _, candidate_round in rounds), repeated.coverage]),
-        tests=repeated.tests,
-        baseline_tests=base.tests,
+        candidate_noise=candidate_once.noise,
+        coverage=Exercised.merged([*(candidate_round.coverage for _, candidate_round in rounds), candidate_once.coverage]),
+        tests=candidate_once.tests,
+        baseline_tests=baseline_once.tests,
         scale_changes=first.scale_changes,
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
@@ -102,10 +107,7 @@ def _exp(value: float) -> float | None:
 
 
 def fidelity(steps: StepStatistics) -> Fidelity:
-    """Summarize the statistics of tokens.
-
-    A NaN makes the summaries of its column null, because no token may be left out of a mean or a percentile.
-    """
+    """Summarize the statistics of tokens. A NaN makes the summaries of its field null, because every token must count."""
     mean = {name: float(values.mean()) for name, values in vars(steps).items()}
     p999, largest = (finite(value) for value in np.percentile(steps.kl, [99.9, 100]).tolist())
     return Fidelity(

@@ -15,9 +15,9 @@ from stages.engines.interface import Engine, SupportsDelivery
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.comparison import Comparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
-from stages.evaluate.decoding.rows import Answer, labelled, probability, run_samples
+from stages.evaluate.decoding.rows import JudgedAnswer, prefix_labels, probability, run_samples
 from stages.evaluate.decoding.speculation import count_drafts
 from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
 from stages.evaluate.distances.distance import stored_logprobs, write_logprobs
@@ -39,19 +39,20 @@ class ScoredSample:
     result: SampleResult
     folder: ResultFolder
     """Holds the log-probabilities of the result."""
-    answer: Answer | None = None
+    answer: JudgedAnswer | None = None
     """The engine's answer; None if the sample is not judged."""
 
     @property
     def name(self) -> str:
+        """The sample's id."""
         return self.encoded.sample.id
 
-    def read_answer(self, tokenizer: BundleTokenizer, greedy: Greedy) -> None:
+    def read_answer(self, tokenizer: BundleTokenizer, stopping: StoppingCriteria) -> None:
         """Decode and judge the generated answer, if the sample has one."""
         tokens = self.result.answer
         if tokens is not None:
-            text = tokenizer.text(greedy.without_stop(tokens))
-            self.answer = Answer(text, judge(self.encoded.sample, text), tokens)
+            text = tokenizer.text(stopping.without_stop(tokens))
+            self.answer = JudgedAnswer(text, judge(self.encoded.sample, text), tokens)
 
 
 def measure(
@@ -82,28 +83,28 @@ def measure(
         GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not in `allow_scale_changes`.
     """
     changes = audit_scales(engine, allow_scale_changes)
-    greedy = Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
+    stopping = StoppingCriteria(tokenizer.stop_tokens(config), config.extra_new_tokens)
     known = None if baseline is None else read_round(baseline)
     items = encoded if known is None else known.scored(encoded)
-    label = labelled(progress, "baseline: ") if baseline is None else progress
+    label = prefix_labels(progress, "baseline: ") if baseline is None else progress
     logprobs = None if baseline is None else stored_logprobs(baseline / LOGPROBS)
     comparison = None if reference is None else _comparison(engine, reference, known, items, config, label)
     folder = ResultFolder(out / UNFINISHED / "references")
     repeated = {item.sample.id for item in repeated_samples(items, config)}
     run = partial(run_samples, engine, batch_size=config.batch_size, logprobs=logprobs)
     observe = None if comparison is None else comparison.take
-    results = run(items, progress=label, greedy=greedy, folder=folder, repeated=repeated, observe=observe)
+    results = run(items, progress=label, stopping=stopping, folder=folder, repeated=repeated, observe=observe)
     samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
     for sample in samples:
-        sample.read_answer(tokenizer, greedy)
+        sample.read_answer(tokenizer, stopping)
     if baseline is None:
-        run_again = partial(run, progress=labelled(label, "own answers: "))
-        score_own_answers(samples, greedy, out / UNFINISHED / "own", run_again)
+        run_again = partial(run, progress=prefix_labels(label, "own answers: "))
+        score_own_answers(samples, stopping, out / UNFINISHED / "own", run_again)
     recorded = (sample for sample in samples if logprobs is None or sample.name in repeated)
     write_logprobs(out / LOGPROBS, ((sample.name, sample.folder.logprobs(sample.result.sample)) for sample in recorded))
     answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
     others = () if known is None else [known.answers.get(sample.name) for sample in samples]
-    answers = count_drafts(answers, scored, config.speculation, greedy, label, others)
+    answers = count_drafts(answers, scored, config.speculation, stopping, label, others)
     Round(
         policy=engine.policy.name,
         takes_effect=engine.policy.takes_effect,
@@ -126,7 +127,7 @@ def _comparison(
     config: WorkloadsConfig,
     progress: Progress,
 ) -> Comparison:
-    """Start the comparison. `known`: the baseline's round, which determines a candidate's allowed distance."""
+    """Set up the comparison. `known`: the baseline's round, which determines a candidate's allowed distance."""
     comparer = Comparer(engine, reference.with_limits_of(None if known is None else known.conformance))
     return Comparison(comparer, items, spread(items, config.conformance_samples), config.batch_size, progress)
 
@@ -134,32 +135,31 @@ def _comparison(
 def _conformance(
     engine: Engine, comparison: Comparison | None, config: WorkloadsConfig, progress: Progress
 ) -> EngineConformance | None:
-    """Return the result of the comparison. Without one, the quick check has an empty list, which no gate passes."""
+    """Return the result of the comparison. Without one, a quick check gets an empty result, which no gate passes, else None."""
     if comparison is None:
         return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_quick_check else None
-    comparison.decode_missing()  # requests that had finished before an interruption
+    comparison.decode_missing()  # requests whose results an interrupted call had saved
     progress("conformance", 0, 1)
     return comparison.result()
 
 
 UNLIKELY = 0.1
-"""Probability below which a reference counts as a phrasing that the baseline would not use for the answer."""
+"""Probability below which the baseline would phrase the answer in other words than the reference."""
 
 
 def score_own_answers(
-    samples: Sequence[ScoredSample], greedy: Greedy, unfinished: Path, run: Callable[..., list[SampleResult]]
+    samples: Sequence[ScoredSample], stopping: StoppingCriteria, unfinished: Path, run: Callable[..., list[SampleResult]]
 ) -> None:
-    """Score the baseline's own right answers where the reference is unlikely. A likelier own answer replaces the reference.
+    """Replace references of `samples` by the baseline's own right answers where the own answer is likelier.
 
     `run` is `run_samples` on the baseline, and `unfinished` the directory of its results.
     """
-    changed = [(sample, own) for sample in samples if (own := in_own_words(sample, greedy)) is not None]
-    if not changed:
+    pairs = [(sample, own) for sample in samples if (own := with_own_answer(sample, stopping)) is not None]
+    if not pairs:
         return
-    answered = [own for _, own in changed]
     folder = ResultFolder(unfinished)
-    results = run(answered, folder=folder)
-    for (sample, own), result in zip(changed, results, strict=True):
+    results = run([own for _, own in pairs], folder=folder)
+    for (sample, own), result in zip(pairs, results, strict=True):
         if result.statistics.baseline_nll.sum() < sample.result.statistics.baseline_nll.sum():
             trace = Exercised.merged([sample.result.trace, result.trace])
             sample.result = replace(result, answer=sample.result.answer, trace=trace)
@@ -167,18 +167,18 @@ def score_own_answers(
             sample.folder = folder
 
 
-def in_own_words(sample: ScoredSample, greedy: Greedy) -> EncodedSample | None:
-    """Return a sample with the baseline's right answer as its reference; None if its reference was likely enough.
+def with_own_answer(sample: ScoredSample, stopping: StoppingCriteria) -> EncodedSample | None:
+    """Return the sample with the baseline's own right answer as its reference; None without one, or if the reference is likely.
 
-    A sample with scored `results` keeps its reference, because the baseline's answer has no such token ranges.
+    A sample with scored `results` keeps its reference, because the token ranges of the results are unknown in another answer.
     """
     encoded, answer = sample.encoded, sample.answer
     if answer is None or not answer.correct or encoded.results:
         return None
     if probability(sample.result.statistics.baseline_nll, encoded) >= UNLIKELY:
         return None
-    own_answer = greedy.with_stop(answer.tokens, encoded)
-    return encoded.answered(own_answer) if tuple(own_answer) != encoded.reference else None
+    own_answer = stopping.with_stop(answer.tokens, encoded)
+    return encoded.with_answer(own_answer) if tuple(own_answer) != encoded.reference else None
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
@@ -198,7 +198,7 @@ def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[S
     if refused:
         kinds = ",".join(sorted({change.kind for change in changes}))
         raise GateRefusal(
-            f"kv={policy.name}: the engine does not use the scales of its checkpoint: {describe_changes(refused)}; deliver "
-            f"them as it reads them, or judge it as it is with gates.allow_scale_changes=[{kinds}]"
+            f"kv={policy.name}: the engine does not use the scales of its checkpoint: {describe_changes(refused)}; write "
+            f"them in the form that the engine reads, or accept the change with gates.allow_scale_changes=[{kinds}]"
         )
     return changes

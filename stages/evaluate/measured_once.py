@@ -9,13 +9,13 @@ from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
-from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
-from stages.evaluate.decoding.rows import labelled, make_row, run_samples
+from stages.evaluate.decoding.rows import make_row, prefix_labels, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
-from stages.evaluate.distances.distance import LogProbsOf, StepStatistics, stored_logprobs
+from stages.evaluate.distances.distance import LogProbsReader, StepStatistics, stored_logprobs
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, repeated_samples
 from stages.evaluate.joining import fidelity
 from stages.policies.policy import PAGE_TOKENS
@@ -39,59 +39,59 @@ def measure_once(
 ) -> MeasuredOnce:
     """Measure an engine on some samples of the first round and on random tokens.
 
-    The engine holds no sequences afterwards. The must-fail control runs last and leaves its fault in a candidate, which must
-    not be used afterwards.
+    The engine holds no sequences afterwards. The must-fail control runs last and corrupts a candidate, which must not be used
+    afterwards.
 
     Args:
         measured: Directory that `measure` wrote for the engine in the first round.
         reference: The reference engine for the stress test of a candidate; None skips the stress test.
-        baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself. It is not
-            served, so it has no stress test, must-fail control or full-pool test: its answers are judged by conformance.
-        planned: The samples of all rounds. The report claims support for the longest.
+        baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
+            stress test, must-fail control or full-pool test, because it is never served.
+        planned: The samples of all rounds. The verdict covers the length of the longest.
     """
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)
     encoded = first_round.scored(encoded)
     subset = repeated_samples(encoded, config)
-    greedy = Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
+    stopping = StoppingCriteria(tokenizer.stop_tokens(config), config.extra_new_tokens)
     batch = config.batch_size
-    named = progress if baseline is not None else labelled(progress, "baseline: ")
-    floor = labelled(named, "noise floor: ")
+    label = progress if baseline is not None else prefix_labels(progress, "baseline: ")
+    noise_label = prefix_labels(label, "noise floor: ")
     own = stored_logprobs(measured / LOGPROBS)
-    # An engine that serves whole requests keeps serving whole requests, because it would make every single step a request.
+    # An engine that serves whole requests would send every single decode step as a request, so it repeats whole requests.
     in_requests = isinstance(engine, SupportsRequests)
-    # If the first run computed samples in one pass, they are decoded token by token in full batches.
+    # Samples that the first run computed in one pass are now decoded token by token, in full batches.
     size = batch if isinstance(engine, SupportsForced) and not in_requests else other_batch_size(batch, len(subset))
-    second = run_samples(engine, subset, size, own, progress=floor, greedy=greedy, one_pass=in_requests)
-    longest = max(map(greedy.longest, [*planned, *encoded]))
-    free = free_answers(engine, subset, batch, greedy, named, [result.answer for result in second])
+    repeated = run_samples(engine, subset, size, own, progress=noise_label, stopping=stopping, one_pass=in_requests)
+    longest = max(map(stopping.longest, [*planned, *encoded]))
+    free = free_answers(engine, subset, batch, stopping, label, [result.answer for result in repeated])
     stress = None
     if baseline is not None and reference is not None:
         limits = config.stress_test.limited(longest)
-        usual = first_round.conformance
-        asked = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
-        stress = run_stress_test(engine, reference, limits, batch, longest, named, usual, asked)
-    system = measure_system(engine, config.load, named)
+        baseline_error = first_round.conformance
+        own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
+        stress = run_stress_test(engine, reference, limits, batch, longest, label, baseline_error, own_tokens)
+    system = measure_system(engine, config.load, label)
     noise = None
-    if second:  # the distances of repeated samples from the engine's own first results
-        noise = fidelity(StepStatistics.joined([result.statistics for result in second]))
+    if repeated:  # the distances of repeated samples from the engine's own first results
+        noise = fidelity(StepStatistics.joined([result.statistics for result in repeated]))
     if baseline is None:
         return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
     count = engine.full_pool_requests if config.full_pool is None else config.full_pool
-    full_pool = fill_pool_with_samples(engine, encoded, count, named)
+    full_pool = fill_pool_with_samples(engine, encoded, count, label)
     # The last test, because it corrupts the engine for good.
-    control = must_fail_control(engine, encoded, stored_logprobs(baseline / LOGPROBS), named)
+    control = must_fail_control(engine, encoded, stored_logprobs(baseline / LOGPROBS), label)
     return MeasuredOnce(
         tests=EngineTests(free_answers=free, stress=stress, full_pool=full_pool),
         noise=noise,
         system=system,
-        coverage=Exercised.merged([*(result.trace for result in second), Exercised(room=longest)]),
+        coverage=Exercised.merged([*(result.trace for result in repeated), Exercised(room=longest)]),
         control=control,
     )
 
 
 def other_batch_size(batch: int, samples: int) -> int:
-    """Return the size of batches that differ from the first run's: a quarter of its sequences, or a pair if it had few."""
+    """Return a batch size unlike the first run's: a quarter of its sequences, or two if it had few."""
     if batch == 1:
         return 2
     together = min(batch, samples)
@@ -99,17 +99,17 @@ def other_batch_size(batch: int, samples: int) -> int:
 
 
 def must_fail_control(
-    engine: Engine, encoded: Sequence[EncodedSample], logprobs: LogProbsOf, progress: Progress
+    engine: Engine, encoded: Sequence[EncodedSample], logprobs: LogProbsReader, progress: Progress
 ) -> MustFailControl:
     """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
-    The gates must detect the fault. It comes between prefill and decode, so that it affects only the reads of the decode path.
-    The engine keeps it, and must not be used afterwards. `logprobs` are the baseline's.
+    The gates must detect the fault. The scale is corrupted after the prefill, so that only the reads of the decode path are
+    wrong. It stays corrupted, so the engine must not be used afterwards. `logprobs` are the baseline's.
     """
     policy = engine.policy
-    least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
-    subset = control_samples(encoded, least)
-    label = labelled(progress, "must-fail control: ")
+    min_tokens = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
+    subset = control_samples(encoded, min_tokens)
+    label = prefix_labels(progress, "must-fail control: ")
     corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     # All samples are in one batch, so that there is one prefill.
     results = run_samples(engine, subset, len(subset), logprobs, progress=label, after_prefill=corrupt)

@@ -18,7 +18,7 @@ from stages.core.errors import UserError
 from stages.engines.interface import Logits
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import LayerInput
-from stages.evaluate.distances.distance import Array, Distributions, LogProbs, kl_from_logprobs, logprobs_of
+from stages.evaluate.distances.distance import Array, Distributions, LogProbs, kl_from_logprobs, truncate_row
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.planning.tune_records import MAX_LENGTH, TuneConfig
 from stages.policies.policy import FP16_POLICY, KVPolicy
@@ -151,7 +151,7 @@ class Bench:
             logits = (self.sound.forced(text.tokens, text.first) for text in self._texts[name])
             # Only distances are used here, so the reference token is arbitrary.
             self._logprobs[name] = [
-                [logprobs_of(rows, row, 0) for rows in _distributions(part) for row in range(len(rows.finite))]
+                [truncate_row(rows, row, 0) for rows in _distributions(part) for row in range(len(rows.finite))]
                 for part in logits
             ]
         return self._logprobs[name]

@@ -23,7 +23,7 @@ from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
 from stages.engines.reference.engine import TorchEngine, load_engine
-from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
@@ -152,7 +152,7 @@ def test_prompts_join_a_running_batch_between_captured_steps(bundles: dict[str, 
         EncodedSample(Sample(str(i), "joins", ""), tuple(story[7 * i : 7 * i + length]), (1,) * limit)
         for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
     ]
-    found = free_answers(engine, encoded, 2, Greedy(stop_tokens=(), extra_tokens=0))
+    found = free_answers(engine, encoded, 2, StoppingCriteria(stop_tokens=(), extra_tokens=0))
     assert (found.tokens, found.contradictions) == (sum(limits), [])
     assert engine.memory().live_tokens == 0
     assert all(step._graph is not None for step in engine._passes.values())

@@ -15,7 +15,7 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
 
 NO_TOKEN = -1
-"""Stands for the most likely token of a row with non-finite logits. It equals no token id and ends an answer."""
+"""Placeholder for the most likely token of a row with non-finite logits. It equals no token id and ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
-class Greedy:
-    """End conditions of greedy answers."""
+class StoppingCriteria:
+    """Conditions that end a greedy answer: a stop token or the maximum length."""
 
     stop_tokens: tuple[int, ...]
     """Tokens that end an answer; references end with the first stop token."""
     extra_tokens: int
-    """Additional tokens that an answer may have compared with its reference."""
+    """Maximum tokens of an answer beyond the length of its reference."""
 
     def add(self, answer: list[int], token: int, item: EncodedSample) -> bool:
         """Append the next token to an answer; return whether the answer has ended."""
@@ -69,11 +69,11 @@ class Greedy:
 
     def with_stop(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
         """Return all tokens of a finished answer. Append the first stop token if the engine did not return a stop token."""
-        cut = len(answer) >= self.limit(item) or self.without_stop(answer) != list(answer)
-        return list(answer) if cut else [*answer, self.stop_tokens[0]]
+        complete = len(answer) >= self.limit(item) or self.without_stop(answer) != list(answer)
+        return list(answer) if complete else [*answer, self.stop_tokens[0]]
 
 
-def most_likely(logits_BV: Logits) -> list[int]:
+def greedy_tokens(logits_BV: Logits) -> list[int]:
     """Return the most likely token per row, or NO_TOKEN if the row has a non-finite logit."""
     finite = np.isfinite(logits_BV.min(axis=1)) & np.isfinite(logits_BV.max(axis=1))  # both propagate NaN
     tokens: list[int] = np.where(finite, logits_BV.argmax(axis=1), NO_TOKEN).tolist()
@@ -81,8 +81,8 @@ def most_likely(logits_BV: Logits) -> list[int]:
 
 
 @dataclass
-class _Running:
-    """A sample in flight."""
+class _RunningSample:
+    """A sample with live sequences."""
 
     index: int
     item: EncodedSample
@@ -95,7 +95,9 @@ class _Running:
 
 @dataclass
 class _SampleSequence:
-    sample: _Running
+    """A live sequence of a sample."""
+
+    sample: _RunningSample
     handle: int
     input_token: int
     """Input token of the next decode step."""
@@ -116,7 +118,7 @@ class Batch:
     engine: Engine
     encoded: Sequence[EncodedSample]
     batch_size: int
-    greedy: Greedy | None
+    stopping: StoppingCriteria | None
     after_prefill: Callable[[], None] | None = None
     can_fork: bool = field(default=False, kw_only=True)
     free: bool = field(default=False, kw_only=True)
@@ -125,19 +127,20 @@ class Batch:
     forks: deque[_SampleSequence] = field(default_factory=deque, init=False)
     """Forks waiting for a place in the batch."""
     prefixes: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict, init=False)
-    """Sequence handles of prefixes that samples still to be admitted will need."""
+    """Sequence handles of the prefixes that queued samples need."""
     users: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter, init=False)
-    """Number of samples still to be admitted, by prefix."""
+    """Number of queued samples by prefix."""
 
     def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | SampleResult]:
-        self.queue = deque(in_order(self.encoded, indices))
+        """Decode the samples with these indices. Yield the steps of forced decode, and each sample once it has finished."""
+        self.queue = deque(sort_by_length(self.encoded, indices))
         self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
         while self.queue or self.live or self.forks:
             self._fill()
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
             for s in self.live:
                 s.sample.trace.note_step(len(s.sample.item.prompt), s.position, len(self.live))
-            tokens = most_likely(logits_BV)
+            tokens = greedy_tokens(logits_BV)
             forced = [row for row, s in enumerate(self.live) if not s.free]
             if forced:
                 rows = [self.live[row] for row in forced]
@@ -162,13 +165,13 @@ class Batch:
         alone = [i for i in admitted if not (self.can_fork and self.encoded[i].shared)]
         handles = dict(zip(alone, self.engine.begin([self.encoded[i].prompt[:-1] for i in alone]), strict=True))
         for i in admitted:
-            sample = _Running(i, self.encoded[i], [] if self.free else None)
+            sample = _RunningSample(i, self.encoded[i], [] if self.free else None)
             handle = handles[i] if i in handles else self._fork_prefix(sample)
             self.live.append(_SampleSequence(sample, handle, sample.item.prompt[-1], free=self.free))
         if self.after_prefill is not None:
             self.after_prefill()
 
-    def _fork_prefix(self, sample: _Running) -> int:
+    def _fork_prefix(self, sample: _RunningSample) -> int:
         """Return a sequence that holds the sample's prompt except its last token, forked from the shared prefix."""
         item = sample.item
         if item.prefix not in self.prefixes:
@@ -178,10 +181,10 @@ class Batch:
         self.users[item.prefix] -= 1
         if not self.users[item.prefix]:
             self.engine.release([self.prefixes.pop(item.prefix)])
-        rest = item.prompt[item.shared : -1]
-        if rest:
+        question = item.prompt[item.shared : -1]
+        if question:
             assert isinstance(self.engine, SupportsExtend)
-            self.engine.extend(handle, rest)
+            self.engine.extend(handle, question)
         sample.trace.shared_prefixes = 1
         return handle
 
@@ -190,9 +193,9 @@ class Batch:
         unfinished: list[_SampleSequence] = []
         ended: list[_SampleSequence] = []
         for sequence, token in zip(self.live, tokens, strict=True):
-            goes_on = self._feed_answer(sequence, token) if sequence.free else self._feed_reference(sequence, token)
+            continues = self._feed_answer(sequence, token) if sequence.free else self._feed_reference(sequence, token)
             sequence.position += 1
-            (unfinished if goes_on else ended).append(sequence)
+            (unfinished if continues else ended).append(sequence)
         if ended:
             self.engine.release([sequence.handle for sequence in ended])
         self.live = unfinished
@@ -205,14 +208,14 @@ class Batch:
         """Feed the next reference token; return whether the sequence continues. Fork it at its first deviation."""
         sample, item = sequence.sample, sequence.sample.item
         expected = sequence.input_token = item.reference[sequence.position]
-        goes_on = sequence.position + 1 < len(item.reference)
+        continues = sequence.position + 1 < len(item.reference)
         deviates = token != expected and sample.answer is None
-        if not self.can_fork or self.greedy is None or not item.sample.judged or not deviates:
-            return goes_on
+        if not self.can_fork or self.stopping is None or not item.sample.judged or not deviates:
+            return continues
         sample.answer = list(item.reference[: sequence.position])
-        if self.greedy.add(sample.answer, token, item):
-            return goes_on
-        if not goes_on:  # nothing is left to score, so the sequence itself generates freely
+        if self.stopping.add(sample.answer, token, item):
+            return continues
+        if not continues:  # nothing is left to score, so the sequence itself generates freely
             sequence.free, sequence.input_token = True, token
             return True
         assert isinstance(self.engine, SupportsFork)
@@ -224,20 +227,20 @@ class Batch:
 
     def _feed_answer(self, sequence: _SampleSequence, token: int) -> bool:
         """Feed the most likely token; return whether the answer continues."""
-        assert self.greedy is not None
+        assert self.stopping is not None
         assert sequence.sample.answer is not None
         sequence.input_token = token
-        return not self.greedy.add(sequence.sample.answer, token, sequence.sample.item)
+        return not self.stopping.add(sequence.sample.answer, token, sequence.sample.item)
 
-    def _finish(self, sample: _Running) -> SampleResult:
+    def _finish(self, sample: _RunningSample) -> SampleResult:
         answer = None
-        if self.greedy is not None and sample.item.sample.judged:
+        if self.stopping is not None and sample.item.sample.judged:
             answer = sample.item.reference if sample.answer is None else tuple(sample.answer)
         return SampleResult(sample.index, answer, sample.trace)
 
 
-def in_order(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:
-    """Order samples by context length, and keep samples with the same prefix together.
+def sort_by_length(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:
+    """Sort samples by prompt length, and keep samples with the same prefix together.
 
     The longest sequence determines the cost of a decode step, so sequences in a batch should have similar lengths.
     """

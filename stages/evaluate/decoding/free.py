@@ -1,6 +1,6 @@
 """Consistency of free generation with forced decode: each token from `generate` must be the most likely in forced decode.
 
-Serving calls `generate`, whereas an evaluation forces tokens. Both use the same cache and may differ only by rounding.
+Serving generates freely, whereas an evaluation forces tokens. Both use the same cache and may differ only by rounding.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.records import Progress, no_progress
 from stages.engines.interface import Engine, Logits, SupportsRequests
-from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.engine_tests import FreeAnswers
 
@@ -22,19 +22,19 @@ def free_answers(
     engine: Engine,
     encoded: Sequence[EncodedSample],
     batch_size: int,
-    greedy: Greedy,
+    stopping: StoppingCriteria,
     progress: Progress = no_progress,
     decoded: Sequence[Sequence[int] | None] = (),
 ) -> FreeAnswers:
-    """Generate answers to some samples with `generate`, then check them with forced decode.
+    """Generate answers to samples with `generate`, then check them with forced decode.
 
-    An answer that equals the answer in `decoded` is not forced again: its tokens are known to be the most likely.
+    An answer that equals its answer in `decoded` is not forced again, because its tokens are known to be the most likely.
 
     Args:
-        batch_size: Maximum prompts that are answered together. The function uses at most two thirds of the samples, so that
-            some requests wait and join a running batch.
+        batch_size: Maximum prompts that are answered together. At most two thirds of the samples start together, so that the
+            others wait and join a running batch.
         progress: Called with the number of answers generated or forced, and the total (twice the number of samples).
-        decoded: Answers that the same engine gave with `decode`, by sample; None for a sample without an answer.
+        decoded: Answers of the same engine from `decode`, by sample; None for a sample without an answer.
     """
 
     def update(done: int) -> None:
@@ -42,16 +42,16 @@ def free_answers(
             progress("free answers, then forced [answers]", done, 2 * len(encoded))
 
     update(0)
-    limits = [greedy.limit(item) for item in encoded]
+    limits = [stopping.limit(item) for item in encoded]
     prompts = [item.prompt for item in encoded]
-    at_once = min(batch_size, max(1, 2 * len(encoded) // 3))  # some requests wait and join later
+    max_sequences = min(batch_size, max(1, 2 * len(encoded) // 3))
     try:
-        answers = engine.generate(prompts, limits, greedy.stop_tokens, max_sequences=at_once, ended=update)
+        answers = engine.generate(prompts, limits, stopping.stop_tokens, max_sequences=max_sequences, ended=update)
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []
-    complete = [greedy.with_stop(answer, item) for item, answer in zip(encoded, answers, strict=True)]
-    earlier = [greedy.without_stop(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
+    complete = [stopping.with_stop(answer, item) for item, answer in zip(encoded, answers, strict=True)]
+    earlier = [stopping.without_stop(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
     # An engine that serves whole requests returns no logits for the prompt, so the first token cannot be checked.
     skipped = 1 if isinstance(engine, SupportsRequests) else 0
     remaining = [i for i, tokens in enumerate(complete) if len(tokens) > skipped and answers[i] != earlier[i]]
@@ -61,7 +61,7 @@ def free_answers(
         for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(remaining) + begin):
             update(done)
             if len(complete[i]) > len(answers[i]):  # `generate` does not return the stop token that ended an answer
-                complete[i][-1] = max(greedy.stop_tokens, key=logits_BV[-1].__getitem__)
+                complete[i][-1] = max(stopping.stop_tokens, key=logits_BV[-1].__getitem__)
             mismatch = contradiction(engine, logits_BV, complete[i][skipped:])
             if mismatch is not None:
                 first, gap = mismatch

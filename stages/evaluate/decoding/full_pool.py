@@ -1,9 +1,9 @@
 """Full-pool test: requests in a pool that holds a third of their pages, compared with the same requests with room.
 
-The requests include samples, and mixtures that begin like one sample and end like another. All are sent together. In the small
+The requests are samples, and mixtures that begin like one sample and end like another. All are sent together. In the small
 pool, requests wait, reuse cached prefixes, are preempted in favor of older requests, and are computed again. Answers may differ
-from the answers with room by the engine's own noise, which is measured by sending the requests with room in small groups, if
-any answer differs.
+from the answers with room by the engine's own noise. The noise is measured only if an answer differs, by sending the requests
+in small groups to the large pool.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from stages.core.records import Progress, ServedRequest, no_progress
 from stages.engines.interface import Engine, ForcedRequest, SupportsFullPool
 from stages.evaluate.distances.distance import Array, kl_of_logits
-from stages.evaluate.inputs.tokens import EncodedSample, answered
+from stages.evaluate.inputs.tokens import EncodedSample, judged_or_all
 from stages.policies.policy import PAGE_TOKENS, page_count
 from stages.verdict.engine_tests import FullPool
 
@@ -29,8 +29,8 @@ MIN_LIMIT_KL = 1e-5
 FACTOR = 10.0
 """Allowed multiple of the largest noise of any request, both as mean KL in nats per token."""
 
-Named = tuple[str, ForcedRequest]
-"""A request and its name, which has the ids of the samples that it begins and ends with."""
+NamedRequest = tuple[str, ForcedRequest]
+"""(name, request); the name has the ids of the samples that the request begins and ends with."""
 
 
 def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> FullPool | None:
@@ -42,7 +42,7 @@ def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], cou
     return fill_pool(engine, list(mixed_requests(encoded, count, engine.max_tokens)), progress)
 
 
-def fill_pool(engine: Engine, requests_by_name: Sequence[Named], progress: Progress = no_progress) -> FullPool:
+def fill_pool(engine: Engine, requests_by_name: Sequence[NamedRequest], progress: Progress = no_progress) -> FullPool:
     """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all."""
     assert isinstance(engine, SupportsFullPool)
     count = len(requests_by_name)
@@ -55,7 +55,7 @@ def fill_pool(engine: Engine, requests_by_name: Sequence[Named], progress: Progr
 
     served(0)
     requests = [request for _, request in requests_by_name]
-    (calm,) = engine.serve_rounds([requests], ROWS)
+    (uncrowded,) = engine.serve_rounds([requests], ROWS)
     served(count)
     orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
     crowded = engine.serve_rounds([[requests[i] for i in order] for order in orders], ROWS, pages)
@@ -63,11 +63,11 @@ def fill_pool(engine: Engine, requests_by_name: Sequence[Named], progress: Progr
     changed: list[tuple[float, str]] = []
     for number, (order, answers) in enumerate(zip(orders, crowded, strict=True), start=1):
         for i, answer in zip(order, answers, strict=True):
-            kls = _distances(calm[i], answer)
+            kls = _distances(uncrowded[i], answer)
             if not (kl := float(np.mean(kls))) <= MIN_LIMIT_KL:
                 name = f"{requests_by_name[i][0]} (round {number})"
-                changed.append((kl, _deviation(name, requests_by_name[i][1], calm[i], answer, kls)))
-    limit = max(MIN_LIMIT_KL, FACTOR * _noise(engine, requests, calm)) if changed else MIN_LIMIT_KL
+                changed.append((kl, _deviation(name, requests_by_name[i][1], uncrowded[i], answer, kls)))
+    limit = max(MIN_LIMIT_KL, FACTOR * _noise(engine, requests, uncrowded)) if changed else MIN_LIMIT_KL
     served(total)
     deviations = sorted((change for change in changed if change[0] > limit), key=lambda deviation: -deviation[0])
     return FullPool(
@@ -82,26 +82,25 @@ def fill_pool(engine: Engine, requests_by_name: Sequence[Named], progress: Progr
     )
 
 
-def _noise(engine: Engine, requests: Sequence[ForcedRequest], calm: Sequence[ServedRequest]) -> float:
-    """Return the largest mean KL between a request in a small group and in `calm`, with room for both; 0 if not finite."""
+def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequence[ServedRequest]) -> float:
+    """Return the largest mean KL between a request in a small group and in `uncrowded`, with room for both; 0 if not finite."""
     assert isinstance(engine, SupportsFullPool)
     if engine.reads_itself:  # it recomputes a preempted request as one longer prompt
         requests = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in requests]
     groups = -(-len(requests) // GROUP)
     rounds = engine.serve_rounds([requests[i::groups] for i in range(groups)], ROWS)
-    pairs = zip(chain.from_iterable(calm[i::groups] for i in range(groups)), chain.from_iterable(rounds), strict=True)
+    pairs = zip(chain.from_iterable(uncrowded[i::groups] for i in range(groups)), chain.from_iterable(rounds), strict=True)
     noise = [float(np.mean(_distances(*pair))) for pair in pairs]
     return max(noise) if np.isfinite(noise).all() else 0.0
 
 
-def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int | None) -> Iterator[Named]:
+def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int | None) -> Iterator[NamedRequest]:
     """Yield requests: the shortest samples of more than three pages, then mixtures of their beginnings and endings.
 
-    So some prompts begin with a page that other prompts share, and continue with a page of their own.
-
-    A request decodes at least a page of tokens, so that it needs a new page while it is decoded.
+    The mixtures share their first page with another prompt. A request decodes at least a page of tokens, so that it needs a new
+    page while it is decoded.
     """
-    judged = sorted(answered(encoded), key=lambda item: len(item.prompt))
+    judged = sorted(judged_or_all(encoded), key=lambda item: len(item.prompt))
     short = sum(len(item.prompt) <= 3 * PAGE_TOKENS for item in judged)
     chosen = judged[min(short, len(judged) - max(1, len(judged) // 4)) :][: count // 2]
     for number in range(count):
@@ -114,18 +113,18 @@ def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int
         yield name, (tokens, first)
 
 
-def _distances(calm: ServedRequest, crowded: ServedRequest) -> Array:
+def _distances(uncrowded: ServedRequest, crowded: ServedRequest) -> Array:
     """Return the KL per compared token; infinite if a logit is not finite."""
-    rows = min(len(calm.logits), len(crowded.logits))
-    return kl_of_logits(calm.logits[-rows:], crowded.logits[-rows:])
+    rows = min(len(uncrowded.logits), len(crowded.logits))
+    return kl_of_logits(uncrowded.logits[-rows:], crowded.logits[-rows:])
 
 
-def _deviation(name: str, request: ForcedRequest, calm: ServedRequest, crowded: ServedRequest, kls: Array) -> str:
+def _deviation(name: str, request: ForcedRequest, uncrowded: ServedRequest, crowded: ServedRequest, kls: Array) -> str:
     """Describe a request whose logits changed, with the counters that the engine exposes; `kls`: KL per compared token."""
     kl = float(np.mean(kls))
     off = f"KL {kl:.1e} from itself with room" if np.isfinite(kl) else "logits that are not finite"
     position = len(request[0]) - len(kls) + int(np.argmax(kls))
-    changed = int((calm.logits[-len(kls) :].argmax(-1) != crowded.logits[-len(kls) :].argmax(-1)).sum())
+    changed = int((uncrowded.logits[-len(kls) :].argmax(-1) != crowded.logits[-len(kls) :].argmax(-1)).sum())
     return (
         f"{name}: {off}, most at position {position}, {changed} of its tokens changed; preempted {crowded.preempted} times, "
         f"reused {crowded.reused} tokens, held pages {', '.join(map(str, crowded.pages)) or 'unknown'}"

@@ -32,8 +32,8 @@ class SampleResult:
 class ResultFolder:
     """A directory with one result file per sample.
 
-    A file is named by the sample's index and the SHA-256 digest of its bytes, which a file that is written in part does not
-    have. A directory belongs to one list of samples.
+    A file's name has the sample's index and the SHA-256 digest of its bytes, so that a partly written file is recognized. A
+    directory belongs to one list of samples.
     """
 
     def __init__(self, directory: Path) -> None:

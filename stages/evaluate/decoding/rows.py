@@ -8,18 +8,18 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.records import Progress, finite, no_progress
 from stages.engines.interface import Engine
-from stages.evaluate.decoding.batches import DecodeStep, Greedy
+from stages.evaluate.decoding.batches import DecodeStep, StoppingCriteria
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import (
     Array,
     Distributions,
     LogProbs,
-    LogProbsOf,
+    LogProbsReader,
     SampleLogProbs,
     StepStatistics,
     compare_logprobs,
-    logprobs_of,
+    truncate_row,
 )
 from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -30,8 +30,8 @@ BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A generated text, and whether it is right."""
+class JudgedAnswer:
+    """A generated answer, and whether it is right."""
 
     text: str
     correct: bool
@@ -41,25 +41,25 @@ class Answer:
     """Drafter -> (tokens of the answer including the stop token, target passes that produce them)."""
 
 
-def labelled(progress: Progress, prefix: str) -> Progress:
+def prefix_labels(progress: Progress, prefix: str) -> Progress:
     """Return a progress callback that prepends a prefix to its labels."""
     return lambda label, done, total: progress(f"{prefix}{label}", done, total)
 
 
 @dataclass
 class _Scores:
-    """The scores of a sample in flight."""
+    """The scores of a sample that is being decoded."""
 
     baseline: SampleLogProbs | None
-    """The baseline's log-probabilities; a baseline is compared with its own."""
+    """The baseline's log-probabilities; None for the baseline, which is compared with its own."""
     own: list[LogProbs] | None
     """The engine's own log-probabilities, if they are recorded."""
     tokens: list[tuple[float, ...]] = field(default_factory=list)
     """Statistics by token of the reference."""
 
     def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
-        """Compare the row of the next reference token with the baseline's."""
-        logprobs = None if self.own is None else logprobs_of(distributions, row, token)
+        """Compare the row that predicts the next reference token with the baseline's. `greedy`: the row's most likely token."""
+        logprobs = None if self.own is None else truncate_row(distributions, row, token)
         if self.own is not None and logprobs is not None:
             self.own.append(logprobs)
         stored = logprobs if self.baseline is None else self.baseline.at(len(self.tokens))
@@ -71,10 +71,10 @@ def run_samples(
     engine: Engine,
     encoded: Sequence[EncodedSample],
     batch_size: int,
-    logprobs: LogProbsOf | None,
+    logprobs: LogProbsReader | None,
     *,
     progress: Progress = no_progress,
-    greedy: Greedy | None = None,
+    stopping: StoppingCriteria | None = None,
     folder: ResultFolder | None = None,
     repeated: Collection[str] = (),
     after_prefill: Callable[[], None] | None = None,
@@ -83,11 +83,11 @@ def run_samples(
 ) -> list[SampleResult]:
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
-    See `decode` for `greedy`, `after_prefill` and `one_pass`. Raises UserError if a logit of the baseline is not finite.
+    See `decode` for `stopping`, `after_prefill` and `one_pass`. Raises UserError if a logit of the baseline is not finite.
 
     Args:
         logprobs: The baseline's log-probabilities; None if the engine is the baseline, whose own are recorded.
-        folder: Receives each result as the sample finishes. Samples whose results it holds already are not run.
+        folder: Receives each result as the sample finishes. Samples whose results it already holds are not run.
         repeated: Ids of samples for which a candidate's own log-probabilities are recorded too.
         observe: Called with every step, while its sequences are live.
     """
@@ -98,7 +98,7 @@ def run_samples(
     scores: dict[int, _Scores] = {}
     if missing:
         progress("forced decode [tokens]", decoded, total)
-    for event in decode(engine, encoded, batch_size, greedy, chosen=missing, after_prefill=after_prefill, one_pass=one_pass):
+    for event in decode(engine, encoded, batch_size, stopping, chosen=missing, after_prefill=after_prefill, one_pass=one_pass):
         if isinstance(event, DecodeStep):
             distributions = Distributions(event.logits_BV)
             for row, (i, position) in enumerate(zip(event.samples, event.positions, strict=True)):
@@ -116,7 +116,7 @@ def run_samples(
                 raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
             results[event.sample] = replace(event, statistics=statistics)
             if folder is not None:
-                folder.save(results[event.sample], None if scored.own is None else SampleLogProbs.of(scored.own))
+                folder.save(results[event.sample], None if scored.own is None else SampleLogProbs.concatenate(scored.own))
         if decoded < total:
             progress("forced decode [tokens]", decoded, total)
         else:
@@ -134,7 +134,7 @@ def probability(nll: Array, item: EncodedSample) -> float:
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 
 
-def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
+def _acceptance(baseline: JudgedAnswer, candidate: JudgedAnswer) -> dict[str, Acceptance]:
     """Return the acceptance by drafter, for drafters that both engines used."""
     return {
         name: Acceptance(
@@ -148,7 +148,9 @@ def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
     }
 
 
-def make_row(item: EncodedSample, steps: StepStatistics, baseline: Answer | None, candidate: Answer | None) -> SampleRow:
+def make_row(
+    item: EncodedSample, steps: StepStatistics, baseline: JudgedAnswer | None, candidate: JudgedAnswer | None
+) -> SampleRow:
     """Build the row of a sample from the engines' answers, which are None if the sample is not judged."""
     sample = item.sample
     return SampleRow(

@@ -30,8 +30,8 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.records import Progress
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.rows import Answer
+from stages.evaluate.decoding.batches import StoppingCriteria
+from stages.evaluate.decoding.rows import JudgedAnswer
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import FP16_POLICY
 from stages.workloads.config import DRAFT_TOKENS, LOOKUP_NGRAM, LOOKUP_TOKENS, SpeculationConfig
@@ -41,7 +41,7 @@ Drafter = Callable[[Sequence[int], Sequence[int]], int]
 
 
 def count_passes(answer: Sequence[int], propose: Callable[[int], Sequence[int]]) -> int:
-    """Return the number of target passes that produce `answer`. `propose` returns the draft after the first n tokens of it."""
+    """Return the number of target passes that produce `answer`. `propose(n)` returns the draft after its first n tokens."""
     place = passes = 0
     while place < len(answer):
         # The last token of an answer needs no draft: the pass itself yields it.
@@ -91,16 +91,16 @@ def draft_tokens(draft: TorchEngine, prompt: Sequence[int], answer: Sequence[int
 
 
 def count_drafts(
-    answers: Sequence[Answer | None],
+    answers: Sequence[JudgedAnswer | None],
     encoded: Sequence[EncodedSample],
     config: SpeculationConfig | None,
-    greedy: Greedy,
+    stopping: StoppingCriteria,
     progress: Progress,
-    known: Sequence[Answer | None] = (),
-) -> list[Answer | None]:
-    """Return the answers with the number of target passes for each drafter; unchanged without a configuration.
+    known: Sequence[JudgedAnswer | None] = (),
+) -> list[JudgedAnswer | None]:
+    """Return the answers with the number of target passes for each drafter; unchanged if `config` is None.
 
-    `known` are the other engine's answers with their passes, which are reused for equal tokens.
+    `known`: the other engine's answers with their passes, which are reused for equal answers.
     """
     if config is None:
         return list(answers)
@@ -113,7 +113,7 @@ def count_drafts(
         if answer is not None and earlier is not None and earlier.tokens == answer.tokens:
             drafted[i] = replace(answer, passes=earlier.passes)
         elif answer is not None:
-            tokens = greedy.with_stop(answer.tokens, item)
+            tokens = stopping.with_stop(answer.tokens, item)
             passes = {name: (len(tokens), count(item.prompt, tokens)) for name, count in drafters.items()}
             drafted[i] = replace(answer, passes=passes)
         progress("speculation [answers]", i + 1, len(answers))

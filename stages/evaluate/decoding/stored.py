@@ -2,8 +2,8 @@
 
 A round's directory contains `round.json` (`Round`), `statistics.safetensors` (`StepStatistics` by sample id, one row per field)
 and `logprobs.safetensors` (see `distances.distance`). The last file has all samples of a baseline, or the repeated samples of a
-candidate. `require_able` refuses workloads whose right answers are improbable for the baseline already, because no candidate
-could lose any.
+candidate. `require_able` refuses workloads whose right answers are improbable under the baseline, because no candidate could
+lose them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from stages.core.errors import CannotBeJudged, short
 from stages.core.records import Sample
 from stages.core.redaction import printable, redact_text
-from stages.evaluate.decoding.rows import Answer, probability
+from stages.evaluate.decoding.rows import JudgedAnswer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.delivery import ScaleChange
@@ -48,15 +48,15 @@ class Round(BaseModel):
     scale_changes: list[ScaleChange] | None = None
     right_answers: dict[str, list[int]] = {}
     """Tokens of the baseline's own right answers that replace references, by sample id. Empty for candidates."""
-    answers: dict[str, Answer]
+    answers: dict[str, JudgedAnswer]
     """Answers by id of the judged sample."""
     statistics: dict[str, InstanceOf[StepStatistics]] = Field(exclude=True, default={})
     """Statistics of the scored tokens by sample id."""
 
     def scored(self, encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
-        """Return samples of the round with the tokens that were scored. Call it on the baseline's round."""
+        """Return the samples with the references that were scored. Call it on the baseline's round."""
         answers = self.right_answers
-        return [item.answered(answers[item.sample.id]) if item.sample.id in answers else item for item in encoded]
+        return [item.with_answer(answers[item.sample.id]) if item.sample.id in answers else item for item in encoded]
 
     def write(self, out: Path) -> None:
         """Write the files that `read_round` reads."""
@@ -97,33 +97,33 @@ class MeasuredOnce(BaseModel):
 
 
 def require_able(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
-    """Raise CannotBeJudged if the mean probability of a workload's right answers is below `minimum`, before any candidate runs.
+    """Raise CannotBeJudged if the mean probability of a workload's right answers is below `minimum`.
 
-    `measured`: the baseline's first round.
+    `measured`: the baseline's first round. The check runs before any candidate does.
     """
-    kinds: dict[str, list[tuple[Sample, Answer, float]]] = {}
+    workloads: dict[str, list[tuple[Sample, JudgedAnswer, float]]] = {}
     for item in measured.scored(encoded):
         sample, answer = item.sample, measured.answers.get(item.sample.id)
         if answer is not None:
             chance = probability(measured.statistics[sample.id].baseline_nll, item)
-            kinds.setdefault(sample.workload, []).append((sample, answer, chance))
+            workloads.setdefault(sample.workload, []).append((sample, answer, chance))
     weak, failures = {}, []
-    for name, kind in sorted(kinds.items()):
-        mean = fmean(chance for *_, chance in kind)
+    for name, answers in sorted(workloads.items()):
+        mean = fmean(chance for *_, chance in answers)
         if not mean >= minimum:
-            failed = [(sample, answer.text) for sample, answer, _ in kind if not answer.correct]
-            right = len(kind) - len(failed)
-            weak[name] = f"{right} of {len(kind)} questions of {name} ({100 * mean:.2g} % probable in the mean)"
+            failed = [(sample, answer.text) for sample, answer, _ in answers if not answer.correct]
+            right = len(answers) - len(failed)
+            weak[name] = f"{right} of {len(answers)} questions of {name} (mean probability {100 * mean:.2g} %)"
             failures += failed
     if weak:
-        these = "this kind of work" if len(weak) == 1 else "these kinds of work"
+        these = "this workload" if len(weak) == 1 else "these workloads"
         message = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
-        lines = [_describe_answer(*answer) for answer in failures[:SHOWN_ANSWERS]]
-        raise CannotBeJudged(message, list(weak), sorted(kinds.keys() - weak), lines)
+        lines = [_describe_answer(*failure) for failure in failures[:SHOWN_ANSWERS]]
+        raise CannotBeJudged(message, list(weak), sorted(workloads.keys() - weak), lines)
 
 
 SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
-"""Wrong answers that a refusal shows, and characters of each text."""
+"""Maximum wrong answers in a refusal, and maximum characters of each shown text."""
 
 
 def _describe_answer(sample: Sample, answer: str) -> str:

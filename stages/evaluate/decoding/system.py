@@ -31,7 +31,7 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     """Run a load on an engine: prefill its prompts one by one, then decode them together, timed.
 
     The time to the first token is the median over the prompts; warm-up steps are not timed. `progress` is called between timed
-    operations; only once if the engine times itself.
+    operations, or only once if the engine times itself.
     """
     rng = random.Random(SEED)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
@@ -64,8 +64,8 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
 
 
 def _processor_seconds() -> tuple[float, float]:
-    """Return the seconds for which programs except this process used the processors since the machine started, including time
-    that a hypervisor took, and the seconds of all processors."""
+    """Return the processor seconds that other programs and the hypervisor used since the machine started, and the seconds of
+    all processors."""
     times = psutil.cpu_times()[:8]  # user, nice, system, idle, iowait, irq, softirq, steal; the rest is counted in `user`
     return sum(times) - sum(times[3:5]) - time.process_time(), sum(times)
 
@@ -102,9 +102,9 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
 
     Returns None if the cache is in another process, if the platform has no STATM, or if the engine refuses the sequences.
 
-    Sequences of the same length are prefilled and released first, so that buffers for prefills already exist. The measurement
-    runs twice. A hidden copy that grows with the pool shows in the first run. A hidden copy that is freed with its sequences
-    also shows in the second run, even if the whole pool was in use before.
+    A sequence of the same length is prefilled and released first, so that buffers for prefills exist already. The sequences are
+    held twice. The first growth includes hidden copies that live as long as the pool. The second growth includes only copies
+    that are freed with their sequences, and shows them even if the pool already had its full size.
     """
     if isinstance(engine, SupportsRequests) or not STATM.exists():
         return None
@@ -133,7 +133,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
                 added.append(_reported_bytes(engine) - reported)  # an engine that freed its pages allocates them again
             finally:
                 engine.release(held)
-    except UserError:  # refuses the prompt (the stress test reports it) or lacks room
+    except UserError:  # the engine refuses the prompt, which the stress test reports, or lacks room
         return None
     return ProcessMemory(
         tokens=count * length,

@@ -28,10 +28,10 @@ Tokens = npt.NDArray[np.unsignedinteger]
 TOP_K = 10
 
 REST_MASS = 1e-4
-"""Maximum probability mass of the rest. A very flat distribution reaches the cap (`most_tokens`) first."""
+"""Maximum probability mass of the rest. A very flat distribution reaches the cap (`max_kept_tokens`) first."""
 
 MIN_CAP = 1024
-"""Minimum of the cap on kept tokens, so that a small vocabulary may be kept completely."""
+"""Lower limit of the cap, so that a small vocabulary may be kept completely."""
 
 ROWS_AT_ONCE = 16
 """Rows per block of `kl_of_logits`, which limits its memory: it computes in float64."""
@@ -99,7 +99,7 @@ class Distributions:
         """Return the tokens to keep, most likely first: the fewest tokens that leave REST_MASS, but at most the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
-        min_count, cap = min(TOP_K, vocab), most_tokens(vocab)
+        min_count, cap = min(TOP_K, vocab), max_kept_tokens(vocab)
         # All tokens below this logit together have less than REST_MASS.
         lowest = self._peaks[row] + np.log(self._totals[row] * REST_MASS / vocab)
         tokens = np.flatnonzero(logits >= lowest)
@@ -114,7 +114,7 @@ class Distributions:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Stored form of one distribution of the baseline."""
+    """Truncated distribution of the next token."""
 
     tokens: Tokens
     """Token ids (K), most likely first."""
@@ -126,8 +126,8 @@ class LogProbs:
     """Log-probability of the reference token, which may be in the rest."""
 
 
-def most_tokens(vocab_size: int) -> int:
-    """Return the maximum number of kept tokens."""
+def max_kept_tokens(vocab_size: int) -> int:
+    """Return the maximum number of kept tokens per distribution."""
     return min(vocab_size, max(vocab_size // 8, MIN_CAP))
 
 
@@ -145,7 +145,7 @@ class SampleLogProbs:
     """Log-probabilities of the reference tokens (N)."""
 
     @classmethod
-    def of(cls, logprobs: Sequence[LogProbs]) -> "SampleLogProbs":
+    def concatenate(cls, logprobs: Sequence[LogProbs]) -> "SampleLogProbs":
         """Join the log-probabilities of a sample's scored tokens."""
         return cls(
             offsets=np.cumsum([0, *(len(token.tokens) for token in logprobs)], dtype=np.int64),
@@ -163,12 +163,12 @@ class SampleLogProbs:
 
 LOGPROB_ARRAYS = tuple(item.name for item in fields(SampleLogProbs))
 
-LogProbsOf = Callable[[str], SampleLogProbs]
+LogProbsReader = Callable[[str], SampleLogProbs]
 """Returns the baseline's log-probabilities of a sample, given the sample's id."""
 
 
-def logprobs_of(distributions: Distributions, row: int, token: int) -> LogProbs:
-    """Return the log-probabilities of a row. `token`: the reference token. All values are NaN if a logit is not finite."""
+def truncate_row(distributions: Distributions, row: int, token: int) -> LogProbs:
+    """Truncate the distribution of a row. `token`: the reference token. All values are NaN if a logit is not finite."""
     logits = distributions.logits_BV[row]
     ids = np.uint16 if len(logits) <= 1 << 16 else np.uint32
     if not distributions.finite[row]:
@@ -183,8 +183,8 @@ def write_logprobs(path: Path, samples: Iterable[tuple[str, SampleLogProbs]]) ->
     save_file({f"{name}/{array}": getattr(sample, array) for name, sample in samples for array in LOGPROB_ARRAYS}, str(path))
 
 
-def stored_logprobs(path: Path) -> LogProbsOf:
-    """Return a function that reads a sample's log-probabilities from a file of `write_logprobs`."""
+def stored_logprobs(path: Path) -> LogProbsReader:
+    """Return a function that reads a sample's log-probabilities from a file that `write_logprobs` wrote."""
     file: Any = safe_open(str(path), framework="numpy")
     return lambda name: SampleLogProbs(*(file.get_tensor(f"{name}/{array}") for array in LOGPROB_ARRAYS))
 
@@ -198,7 +198,7 @@ def kl_from_logprobs(baseline: LogProbs, candidate: Distributions, row: int) -> 
 
 
 def _kl(baseline: LogProbs, logq: Array, rest_q: float) -> float:
-    """Return the KL from stored log-probabilities. `logq` (K): of the same tokens; `rest_q`: mass of all other tokens."""
+    """Return the KL. `logq` (K): the candidate's log-probabilities of the kept tokens; `rest_q`: its mass of all others."""
     logp = baseline.logp.astype(np.float64)
     # Stored probabilities sum to 1 only within a few 1e-8. This error alone could make a KL negative.
     total = float(np.exp(logp).sum()) + baseline.rest

@@ -1,4 +1,4 @@
-"""Judges generated answers. All checks except "mention" compare the whole text, never a substring.
+"""Judges generated answers. All checks except "mention" and "number" compare the whole text, never a substring.
 
 "mention" is for models that phrase answers freely: "The code is 4711." mentions the reference "4711". It compares words, see
 `words_of`.
@@ -39,8 +39,8 @@ _WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,:/@-]\w+)*")
 def words_of(text: str) -> tuple[str, ...]:
     """Return the words that check "mention" compares, case-folded and in Unicode's compatibility form (NFKC).
 
-    A word is a run of letters and digits. It may contain `. , : / @ -` and may begin with the minus sign of a number. So 93.10
-    mentions neither 93 nor 10, and -5 does not mention 5. All other punctuation and whitespace separates words.
+    A word is a run of letters and digits. It may contain `. , : / @ -` and may begin with the minus sign of a number.
+    Therefore 93.10 mentions neither 93 nor 10, and -5 does not mention 5. Other punctuation and whitespace separates words.
     """
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
@@ -95,5 +95,5 @@ def judge(sample: Sample, text: str) -> bool:
         return _mentions_the_answer_only(sample, text)
     try:
         return bool(well_formed(sample, text)) and bool(_value(text) == _value(sample.reference))
-    except (RecursionError, ArithmeticError):  # nested too deeply to compare, or an exponent that no Decimal has
+    except (RecursionError, ArithmeticError):  # nested too deeply to compare, or an exponent beyond Decimal's range
         return False

@@ -15,11 +15,11 @@ SLACK = 32
 """Maximum tokens that the longest question leaves of a document's length: less than a page, because a promotion compares the
 judged length with the engine's limit in whole pages."""
 TOKENS_PER_WORD = 1.5
-"""First estimate for prose. Measurements replace it."""
+"""First estimate for prose, until the texts are measured."""
 
 
 class PromptTokenizer(Protocol):
-    """The parts of `tokens.BundleTokenizer` that are used here."""
+    """The methods of `tokens.BundleTokenizer` that `fit_lengths` uses."""
 
     def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]: ...
     def text_ids(self, text: str) -> list[int]: ...
@@ -71,7 +71,7 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
 def _longest(
     documents: Sequence[Slot], tokenizer: PromptTokenizer, config: WorkloadsConfig
 ) -> tuple[dict[Slot, int], dict[Slot, int]]:
-    """Return each document's longest question by index, and its tokens in a document without prose."""
+    """Return for each document the index of its longest question, and that question's tokens with a document without prose."""
     sizes = _sizes([sample for document in documents for sample in questions(document, 0)], tokenizer, config)
     by_document = {document: sizes[i * LONG_QUESTIONS : (i + 1) * LONG_QUESTIONS] for i, document in enumerate(documents)}
     bare = {document: max(lengths) for document, lengths in by_document.items()}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from stages.core.records import Sample
 
 FIRST_ROUND = 15
-"""Minimum judged samples per workload in the first round, or all of them. Fewer do not show what the baseline can answer, and
+"""Minimum judged samples per workload in the first round. Fewer do not show whether the baseline can answer, and
 `gates.min_samples` asks for 15 documents anyway."""
 
 
@@ -21,8 +21,8 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
         shares: Cumulative share of the samples, by round, ascending to 1.
 
     Returns:
-        The samples by round, in their original order. The first round has FIRST_ROUND judged samples of every workload, or all.
-        A round without samples is left out.
+        The samples by round, in their original order. The first round has FIRST_ROUND judged samples of every workload, or all
+        of a smaller workload. A round without samples is left out.
     """
     documents: dict[str, Counter[tuple[str, str]]] = {}
     for sample in samples:
@@ -54,5 +54,5 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
 
 
 def _suffices(number: int, judged: Mapping[str, Sequence[int]]) -> bool:
-    """Return whether the rounds up to `number` have FIRST_ROUND judged samples of every workload, or all of them."""
+    """Return whether the rounds up to `number` have FIRST_ROUND judged samples of every workload, or all its samples."""
     return all(sum(place <= number for place in places) >= min(FIRST_ROUND, len(places)) for places in judged.values())

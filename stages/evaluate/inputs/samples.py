@@ -1,4 +1,4 @@
-"""Loads the samples of an evaluation: generated samples, and the user's JSONL file, whose lines are all checked.
+"""Loads the samples of an evaluation: generated samples, and the user's JSONL file. Every line of the file is checked.
 
 docs/questions.md#my-questions describes the keys of a line.
 """
@@ -68,8 +68,8 @@ _FIXES = {
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
     """Return all samples of an evaluation: generated samples, long documents, GSM8K, then the user's JSONL file.
 
-    The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts. Therefore
-    `lengths.fit_lengths` has to cut the long documents.
+    The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts. Long
+    documents are therefore not cut yet; `lengths.fit_lengths` does that.
 
     Raises:
         UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
@@ -90,7 +90,7 @@ MAX_PROBLEMS = 20
 
 
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
-    """Read samples from a JSONL file without the ids in `taken`. Raises UserError, one line per problem."""
+    """Read samples from a JSONL file. Ids in `taken` are refused. Raises UserError with one line per problem."""
     try:
         lines = read_user_file("workloads.jsonl", path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -168,16 +168,16 @@ _RIGHT = {
 
 
 def _contradictions(sample: Sample) -> Iterator[str]:
-    """Yield the problems that involve more than one key, or names of kvgate's own."""
+    """Yield the problems that involve more than one key, or reserved names."""
     if sample.workload == ALL or sample.workload.startswith(LONG):
-        yield f"workload: {ALL} and names that begin with {LONG} have a meaning of their own, give another"
+        yield f"workload: {ALL} and names that begin with {LONG} are reserved, give another"
     if bool(sample.prompt) == bool(sample.messages):
-        state = "given beside" if sample.prompt else "missing, and so is"
+        state = "given together with" if sample.prompt else "missing, and so is"
         yield f"prompt: {state} messages, give exactly one of the two"
     if sample.messages and not sample.messages[-1][1].strip():
         yield "messages: the last one is empty, write the question into it"
     if sample.messages and sample.messages[-1][0] != "user":
-        yield f'messages: end with a message of "{sample.messages[-1][0]}", end them with the question, of "user"'
+        yield f'messages: end with a message of "{sample.messages[-1][0]}", end them with the question as a message of "user"'
     for key, check in (("tools", "tool_call"), ("mentions", "mention"), ("distractors", "mention")):
         if getattr(sample, key) and sample.check != check:
             yield f'{key}: check "{sample.check}" does not read them, leave them out or use check "{check}"'

@@ -26,6 +26,7 @@ TEMPLATE_BYTES = 512
 
 
 MAX_BYTES_OF_A_TOKEN = 256
+"""Generous upper limit of a token's bytes."""
 
 
 class BundleTokenizer:
@@ -93,7 +94,7 @@ class EncodedSample:
     reference: tuple[int, ...]
     """Tokens that are forced and scored, with the stop token at the end if the sample is judged."""
     shared: int = 0
-    """Length of the prompt's prefix that other samples of the document share, in tokens; 0 if sharing is not worthwhile."""
+    """Tokens at the start of the prompt that other samples of the document share; 0 if they are too few to share."""
     replaced: int = 0
     """Number of tokens in the original reference if the baseline's right answer replaces it; else 0."""
     results: tuple[tuple[int, int], ...] = ()
@@ -101,7 +102,7 @@ class EncodedSample:
     round: int = 1
     """Number of the round that runs the sample, from 1."""
 
-    def answered(self, tokens: Sequence[int]) -> "EncodedSample":
+    def with_answer(self, tokens: Sequence[int]) -> "EncodedSample":
         """Return the sample with its reference replaced by a right answer of the baseline."""
         return replace(self, reference=tuple(tokens), replaced=len(self.reference))
 
@@ -210,7 +211,7 @@ _ENCODED = TypeAdapter(list[EncodedSample])
 
 
 def write_encoded(items: list[EncodedSample], out: Path) -> None:
-    """Write the tokenized samples of an evaluation, which are the same for all of its engines, into a directory."""
+    """Write the tokenized samples, which all engines of an evaluation share, into a directory."""
     (out / ENCODED).write_bytes(_ENCODED.dump_json(items))
 
 
@@ -231,33 +232,33 @@ def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config:
     return [replace(item, round=numbers[item.sample.id]) for item in items]
 
 
-def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
+def judged_or_all(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
     """Return the samples whose answers are judged, or all samples if no answers are judged.
 
-    Samples of prose are longer and would show nothing more.
+    Tests that repeat samples use these, because samples of prose are longer and would show nothing more.
     """
     return [item for item in encoded if item.sample.judged] or list(encoded)
 
 
-def control_samples(encoded: Sequence[EncodedSample], least: int, count: int = CONTROL_SAMPLES) -> list[EncodedSample]:
-    """Return the samples of the must-fail control: the shortest prompts with at least `least` tokens, or else the longest.
+def control_samples(encoded: Sequence[EncodedSample], min_tokens: int, count: int = CONTROL_SAMPLES) -> list[EncodedSample]:
+    """Return the samples of the must-fail control: the shortest prompts with at least `min_tokens`, or else the longest.
 
     A short prompt may consist of sink and recent tokens only, which are kept exact, and would then use no scale.
     """
-    by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
-    enough = [item for item in by_length if len(item.prompt) >= least]
-    return enough[:count] if len(enough) >= count else by_length[-count:][::-1]
+    by_length = sorted(judged_or_all(encoded), key=lambda item: len(item.prompt))
+    long_enough = [item for item in by_length if len(item.prompt) >= min_tokens]
+    return long_enough[:count] if len(long_enough) >= count else by_length[-count:][::-1]
 
 
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
     """Return the samples that an engine repeats: the first judged samples of every workload, and the longest judged sample."""
     if not config.noise_samples:
         return []
-    able = answered(encoded)
-    seen = Counter[str]()
-    chosen = {max(range(len(able)), key=lambda i: len(able[i].prompt) + len(able[i].reference))}
-    for i, item in enumerate(able):
-        if seen[item.sample.workload] < config.noise_samples:
+    judged = judged_or_all(encoded)
+    counts = Counter[str]()
+    chosen = {max(range(len(judged)), key=lambda i: len(judged[i].prompt) + len(judged[i].reference))}
+    for i, item in enumerate(judged):
+        if counts[item.sample.workload] < config.noise_samples:
             chosen.add(i)
-        seen[item.sample.workload] += 1
-    return [able[i] for i in sorted(chosen)]
+        counts[item.sample.workload] += 1
+    return [judged[i] for i in sorted(chosen)]

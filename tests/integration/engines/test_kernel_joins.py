@@ -20,7 +20,7 @@ from stages.core.records import Sample
 from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.interface import Continuation, Logits
 from stages.engines.reference.model import shape_for
-from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.decoding.free import contradiction, free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
@@ -110,7 +110,7 @@ def test_free_answers_of_joining_prompts_equal_forced_decode(make: Any, prompts:
         EncodedSample(Sample(str(i), "joins", ""), tuple(prompt), (1,) * limit)
         for i, (prompt, limit) in enumerate(zip(prompts, LIMITS, strict=True))
     ]
-    found = free_answers(engine, encoded, 2, Greedy(stop_tokens=(), extra_tokens=2))
+    found = free_answers(engine, encoded, 2, StoppingCriteria(stop_tokens=(), extra_tokens=2))
     assert (found.samples, found.tokens, found.contradictions) == (7, sum(LIMITS) + 7 * 2, [])
     assert any(max(sizes) > 1 and min(sizes) == 1 for sizes in engine.passes)
 

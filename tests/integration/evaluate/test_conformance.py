@@ -1,4 +1,4 @@
-"""Conformance of engines with their reference engine: sound engines agree up to rounding, planted faults are located."""
+"""Conformance of ONNX engines: sound engines agree with the reference engine up to rounding, and faults are located."""
 
 from itertools import cycle
 from pathlib import Path
@@ -31,21 +31,21 @@ def baseline(bench: Conformity) -> EngineConformance:
     return bench.compared(FP16_POLICY, bench.engine(FP16_POLICY))
 
 
-def judged(baseline: EngineConformance, candidate: EngineConformance) -> list[Check]:
+def checks_of(baseline: EngineConformance, candidate: EngineConformance) -> list[Check]:
     record = Conformance(rounding=2.0**-22, baseline=baseline, candidate=candidate)
     return lines("conformance", report([], conformance=record))
 
 
-def gate(baseline: EngineConformance, candidate: EngineConformance) -> dict[str, str]:
-    return {check.where: check.status for check in judged(baseline, candidate)}
+def statuses(baseline: EngineConformance, candidate: EngineConformance) -> dict[str, str]:
+    return {check.where: check.status for check in checks_of(baseline, candidate)}
 
 
-def failed(
+def compare_faulty(
     bench: Conformity, baseline: EngineConformance, policy: KVPolicy, engine: OnnxEngine
 ) -> tuple[EngineConformance, Deviation]:
-    """Return the conformance result of a faulty engine, which must fail, and the location of its deviation."""
+    """Return the conformance of a faulty engine, which must fail, and its first deviation."""
     result = bench.compared(policy, engine)
-    assert gate(baseline, result)["candidate"] == "FAIL"
+    assert statuses(baseline, result)["candidate"] == "FAIL"
     assert result.deviation is not None
     return result, result.deviation
 
@@ -56,19 +56,19 @@ def test_a_sound_engine_is_within_rounding_of_its_reference_engine(
     name: str, attention: str, bench: Conformity, baseline: EngineConformance
 ) -> None:
     result = bench.compared(POLICIES[name], bench.engine(POLICIES[name], attention))
-    # 1e-9 for most. The graph's functions for INT4 with one scale are worse: their sums are sixteen times their terms.
+    # Most are at 1e-9. INT4 with one scale is worse in the graph, where sums are sixteen times larger than their terms.
     assert max(request.engine.kl_max or 0.0 for request in result.requests) < 1e-6
     assert len(result.requests) == len(bench.encoded)
-    # rounding errors in this case depend on the processor: 95 times a single rounding on a Xeon
+    # the error of this case depends on the processor: it is 95 roundings on a Xeon
     if (name, attention) == ("int4_tensor", "graph"):
         return
     assert result.deviation is None
-    assert gate(baseline, result) == {"baseline": "PASS", "candidate": "PASS"}
+    assert statuses(baseline, result) == {"baseline": "PASS", "candidate": "PASS"}
     assert result.ranked[0] < 1
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "named"),
+    ("name", "fault", "expected"),
     [
         (
             "int8", write("key_scale", times(2), layers=[2], heads=[1]),
@@ -80,35 +80,36 @@ def test_a_sound_engine_is_within_rounding_of_its_reference_engine(
     ids=["a wrong key scale of one head", "truncated codes", "swapped groups"],
 )  # fmt: skip
 def test_faults_in_stored_codes_are_located(
-    name: str, fault: Plant, named: dict[str, object], bench: Conformity, baseline: EngineConformance
+    name: str, fault: Plant, expected: dict[str, object], bench: Conformity, baseline: EngineConformance
 ) -> None:
     policy = POLICIES[name]
-    result, where = failed(bench, baseline, policy, bench.engine(policy, fault=fault))
-    assert where.model_dump().items() >= named.items()
+    result, deviation = compare_faulty(bench, baseline, policy, bench.engine(policy, fault=fault))
+    assert deviation.model_dump().items() >= expected.items()
     assert min(result.ranked) > 1
 
 
-def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: Conformity, baseline: EngineConformance) -> None:
+def test_zero_sinks_are_located_at_the_first_decoded_tokens(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int4_sinks"]
     fault = write("key_exact", zero, lambda step: step.positions < policy.sink_tokens)
-    _, where = failed(bench, baseline, policy, bench.engine(policy, fault=fault))
-    assert where.operation == "read"
-    (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
-    assert 0 <= where.position - (len(item.prompt) - 1) < 3
+    _, deviation = compare_faulty(bench, baseline, policy, bench.engine(policy, fault=fault))
+    assert deviation.operation == "read"
+    (item,) = (item for item in bench.encoded if item.sample.id == deviation.sample)
+    assert 0 <= deviation.position - (len(item.prompt) - 1) < 3
 
 
-def test_a_stale_page_in_one_step_of_ten_is_found_at_its_step(bench: Conformity, baseline: EngineConformance) -> None:
+def test_a_stale_page_in_every_tenth_step_is_located(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int8"]
-    _, where = failed(bench, baseline, policy, bench.engine(policy, fault=FAULTS["stale_page_one_step_in_ten"].plant))
-    assert (where.operation, where.side) == ("read", None)
-    assert where.layer is not None
-    assert where.layer < 3
-    assert where.batch_row is not None
-    assert where.batch_size is not None
+    engine = bench.engine(policy, fault=FAULTS["stale_page_one_step_in_ten"].plant)
+    _, deviation = compare_faulty(bench, baseline, policy, engine)
+    assert (deviation.operation, deviation.side) == ("read", None)
+    assert deviation.layer is not None
+    assert deviation.layer < 3
+    assert deviation.batch_row is not None
+    assert deviation.batch_size is not None
 
 
 @pytest.mark.parametrize(
-    ("name", "keeps"),
+    ("name", "eviction"),
     [
         ("int8_evicting", None),
         ("int8_evicting", Eviction(window_tokens=128)),
@@ -116,42 +117,39 @@ def test_a_stale_page_in_one_step_of_ten_is_found_at_its_step(bench: Conformity,
     ],
     ids=["nothing is evicted", "a page too late", "a page too early"],
 )
-def test_an_engine_that_evicts_other_tokens_than_the_policy_says_is_found(
-    name: str, keeps: Eviction | None, bench: Conformity, baseline: EngineConformance
+def test_an_engine_that_evicts_the_wrong_tokens_fails(
+    name: str, eviction: Eviction | None, bench: Conformity, baseline: EngineConformance
 ) -> None:
     engine = bench.engine(POLICIES[name])
-    engine.pool.policy = engine.policy.model_copy(update={"eviction": keeps})
-    result, _ = failed(bench, baseline, POLICIES[name], engine)
-    if keeps is None:
+    engine.pool.policy = engine.policy.model_copy(update={"eviction": eviction})
+    result, _ = compare_faulty(bench, baseline, POLICIES[name], engine)
+    if eviction is None:
         assert result.explanation is not None
         assert result.explanation.what == "nothing is evicted"
 
 
-def test_a_fault_in_a_page_is_found_even_if_the_page_is_evicted(bench: Conformity, baseline: EngineConformance) -> None:
-    """Put the fault into a page that is evicted before the end.
-
-    The prose prompt keeps its second page for a few decoded tokens. The longer prompts evict it before any.
-    """
+def test_a_fault_in_a_page_that_is_evicted_later_is_located(bench: Conformity, baseline: EngineConformance) -> None:
+    """Only the prose prompt still has its second page when decoding begins. Longer prompts have evicted it."""
     policy = POLICIES["int8_evicting"]
     in_second_page = write(
         "value", lambda x, _: -x, lambda step: (step.mode == "prefill") & (step.positions // 64 == 1), layers=[1]
     )
     engine = bench.engine(policy, fault=in_second_page)
-    result, where = failed(bench, baseline, policy, engine)
-    assert (where.operation, where.side, where.layer, where.position) == ("stored", "value", 1, 64)
+    result, deviation = compare_faulty(bench, baseline, policy, engine)
+    assert (deviation.operation, deviation.side, deviation.layer, deviation.position) == ("stored", "value", 1, 64)
     assert [times > 1 for times in result.ranked].count(True) == 1
-    (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
+    (item,) = (item for item in bench.encoded if item.sample.id == deviation.sample)
     lengths = (len(item.prompt), len(item.prompt) + len(item.reference) - 1)
     before, after = (policy.evicted_pages(length, engine.shape) for length in lengths)
     assert 1 not in before
     assert 1 in after
 
 
-def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformity, baseline: EngineConformance) -> None:
+def test_an_engine_that_stores_float16_and_claims_int4_fails(bench: Conformity, baseline: EngineConformance) -> None:
     policy, engine = POLICIES["int4_tensor"], bench.engine(FP16_POLICY)
     engine.policy = policy
     result = bench.compared(policy, engine)
-    check = judged(baseline, result)[1]
+    check = checks_of(baseline, result)[1]
     assert check.status == "FAIL"
     assert "layer 0 keys take 128 bytes a token and head, int4 takes 32" in check.reason
 
@@ -159,8 +157,8 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
 def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
     bench: Conformity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let baseline and candidate share a fault: their logits are equal, so no distance between them shows it."""
-    monkeypatch.setattr(stress_test, "SCENARIOS", ())  # the samples show the fault
+    """The logits of baseline and candidate are equal, so only the reference engine can show their common fault."""
+    monkeypatch.setattr(stress_test, "SCENARIOS", ())  # the samples suffice to show the fault
     config = conformance_config(conformance_samples=1, noise_samples=0, stress_test=BRIEF)
     samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"
@@ -175,10 +173,10 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
     report = evaluate(engine, samples, stored, tmp_path, tokenizer=tokenizer, config=config, open_reference=reference)
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
     assert report.conformance is not None
-    checks, where = lines("conformance", report), report.conformance.baseline.deviation
+    checks, deviation = lines("conformance", report), report.conformance.baseline.deviation
     assert [check.status for check in checks] == ["FAIL", "FAIL"]
     assert "does not compute fp16" in checks[0].reason
-    assert where is not None
-    assert (where.operation, where.position, where.page_offset) == ("stored", 63, 63)
+    assert deviation is not None
+    assert (deviation.operation, deviation.position, deviation.page_offset) == ("stored", 63, 63)
     assert report.conformance.rounding == 2.0**-22
     assert {request.sample.split("-")[0] for request in report.conformance.candidate.requests} == {"prose", "retrieval"}

@@ -1,4 +1,4 @@
-"""Known mistakes that explain a deviating engine; and long documents: one prefill, and the claimed length."""
+"""Known mistakes that explain a deviating engine, and the length that a verdict on long documents covers."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "what"), CASES)
-def test_a_known_mistake_that_an_engine_makes_is_named(name: str, what: str, bench: Conformity) -> None:
+def test_a_known_mistake_explains_a_deviating_engine(name: str, what: str, bench: Conformity) -> None:
     reference = torch_engine(bench, name)
     engine = dict(faulty_references(reference))[what]
     engine.policy = reference.policy
@@ -60,7 +60,7 @@ def test_a_known_mistake_that_an_engine_makes_is_named(name: str, what: str, ben
     assert result.explanation.kl < 1e-9
 
 
-def test_a_fault_unlike_every_known_mistake_is_not_explained(bench: Conformity) -> None:
+def test_a_fault_that_matches_no_known_mistake_is_not_explained(bench: Conformity) -> None:
     reference, engine = torch_engine(bench, "int8"), torch_engine(bench, "int8")
     engine.storages[1][Side.KEY].gain = torch.tensor([2.0, 1.0])[:, None, None]  # one head of one layer
     result = compare(engine, ReferenceEngine(reference), bench.encoded[:1], 1)
@@ -69,7 +69,7 @@ def test_a_fault_unlike_every_known_mistake_is_not_explained(bench: Conformity) 
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8", "int4_g32"])
-def test_codes_towards_zero_are_the_largest_not_above(dtype: str) -> None:
+def test_codes_rounded_towards_zero_never_exceed_the_value(dtype: str) -> None:
     form = POLICIES[dtype].key
     x = torch.randn(2, 50, 64, generator=torch.Generator().manual_seed(0))
     static = Static(torch.full((1, 1, 1), 0.01), None) if form.static else None
@@ -80,7 +80,7 @@ def test_codes_towards_zero_are_the_largest_not_above(dtype: str) -> None:
     assert (down != near).float().mean() > 0.3
 
 
-def test_a_verdict_on_the_users_texts_claims_their_length(
+def test_a_verdict_on_the_users_texts_covers_their_length(
     tiny_checkpoint: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     texts = tmp_path / "texts.txt"

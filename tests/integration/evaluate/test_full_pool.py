@@ -1,4 +1,4 @@
-"""A pool too small for its requests: requests wait and are preempted, and engines with faults in this are found."""
+"""The full-pool test on ONNX engines: sound engines answer as with room, and faults in waiting or preemption fail."""
 
 import heapq
 import re
@@ -13,7 +13,6 @@ from helpers.verdicts.reports import full_pool_line
 
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress
-from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged import preemption
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.prefixes import PrefixCache
@@ -21,11 +20,10 @@ from stages.engines.paged.sequences import PageAllocator
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
-from stages.verdict.engine_tests import FullPool
 
 REQUESTS = 16
-ROOM = 100
-"""Pools with more pages than this do not count as small."""
+SMALL_POOL = 100
+"""Pools below this number of pages are small."""
 
 
 def samples() -> list[EncodedSample]:
@@ -38,91 +36,86 @@ def samples() -> list[EncodedSample]:
     return [EncodedSample(Sample(f"sample {i}", "lookup", ""), tokens(200 + 5 * i), tokens(5 + i)) for i in range(8)]
 
 
-def in_a_full_pool(engine: OnnxEngine) -> FullPool:
-    found = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
-    assert found is not None
-    assert engine.pool.in_use == (0, 0)
-    return found
-
-
 @pytest.mark.parametrize("policy", [BY_NAME[name] for name in ("ages", "streaming")], ids=lambda policy: policy.name)
-def test_a_sound_engine_answers_in_a_full_pool_as_with_room(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
+def test_a_sound_engine_gives_the_same_answers_in_a_full_pool(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", policy)
     chunk, most = engine.prefill_chunk, engine.pool.max_pages
-    found = in_a_full_pool(engine)
-    assert not found.deviations, found.deviations[0]
-    assert found.requests == 2 * REQUESTS
-    assert found.pages < found.wanted_pages // 2
-    assert found.preempted > 0
-    assert found.reused > 0
+    result = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
+    assert result is not None
+    assert engine.pool.in_use == (0, 0)
+    assert not result.deviations, result.deviations[0]
+    assert result.requests == 2 * REQUESTS
+    assert result.pages < result.wanted_pages // 2
+    assert result.preempted > 0
+    assert result.reused > 0
     assert (engine.prefill_chunk, engine.prefixes, engine.pool.max_pages) == (chunk, None, most)
 
 
-def freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sometimes free a page of a running request when another request ends."""
     release, free, ended = PagedPool.release, PageAllocator.free, list[int]()
 
-    def released(self: PagedPool, handle: int) -> None:
+    def faulty_release(self: PagedPool, handle: int) -> None:
         release(self, handle)
         ended.append(handle)
         live = [sequence for sequence in self.sequences.values() if len(sequence.pages) > 2]
-        if live and self.max_pages < ROOM and len(ended) > 20:
+        if live and self.max_pages < SMALL_POOL and len(ended) > 20:
             heapq.heappush(self.pages._free, live[0].pages[0])
             ended.clear()
 
-    monkeypatch.setattr(PagedPool, "release", released)
+    monkeypatch.setattr(PagedPool, "release", faulty_release)
     monkeypatch.setattr(PageAllocator, "free", lambda self, page: free(self, page) if page in self._users else None)
 
 
-def found_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look up kept prefixes by their first page and length only, which can match another request's prefix."""
+def match_prefixes_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look up cached prefixes by their first page and length only, which can match another request's prefix."""
     sound = PrefixCache.keys
     monkeypatch.setattr(
         PrefixCache, "keys", lambda self, prompt: [f"{prompt[:64]} {i}" for i in range(len(sound(self, prompt)))]
     )
 
 
-def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def resume_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume a preempted request one token too late."""
     sound = preemption._join
 
     def join(engine: Any, joining: Any) -> Any:
         logits = sound(engine, joining)
-        for one in joining:
-            one.stored += one.preempted > 0
+        for request in joining:
+            request.stored += request.preempted > 0
         return logits
 
     monkeypatch.setattr(preemption, "_join", join)
 
 
 @pytest.mark.parametrize(
-    ("plant", "says"),
+    ("plant", "description"),
     [
-        (freed_too_early, r"held pages \d+, \d+, \d+"),
-        (found_by_its_length, r"reused \d{3,} tokens"),
-        (recomputed_a_token_late, r"preempted [1-9]"),
+        (free_too_early, r"held pages \d+, \d+, \d+"),
+        (match_prefixes_by_length, r"reused \d{3,} tokens"),
+        (resume_a_token_late, r"preempted [1-9]"),
     ],
 )
-def test_a_planted_fault_of_a_full_pool_names_its_requests(
+def test_a_fault_in_a_full_pool_fails_and_describes_the_requests(
     plant: Callable[[pytest.MonkeyPatch], None],
-    says: str,
+    description: str,
     decoder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp8"])
     plant(monkeypatch)
-    found = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
-    assert found is not None
-    assert 0 < len(found.deviations) < found.requests
-    assert all(re.search(says, text) for text in found.deviations)
-    line = full_pool_line(found)
+    result = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
+    assert result is not None
+    assert 0 < len(result.deviations) < result.requests
+    assert all(re.search(description, text) for text in result.deviations)
+    line = full_pool_line(result)
     assert line.status == "FAIL"
-    assert f"{len(found.deviations)} of 32 requests differ" in line.reason
-    assert found.deviations[0] in line.reason
+    assert f"{len(result.deviations)} of 32 requests differ" in line.reason
+    assert result.deviations[0] in line.reason
 
 
-def test_generate_waits_for_room_and_answers_as_alone(decoder: Path, tmp_path: Path) -> None:
+def test_generate_in_a_small_pool_gives_the_answers_of_single_requests(decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=5)
     prompts = [list(item.prompt[:length]) for item, length in zip(samples(), (130, 60, 63, 126, 190, 1), strict=False)]
     alone = [engine.generate([prompt], 70, ())[0] for prompt in prompts]
@@ -130,7 +123,7 @@ def test_generate_waits_for_room_and_answers_as_alone(decoder: Path, tmp_path: P
     assert engine.pool.in_use == (0, 0)
 
 
-def test_a_request_that_the_empty_pool_does_not_hold_is_refused(decoder: Path, tmp_path: Path) -> None:
+def test_a_request_larger_than_the_pool_is_refused(decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=3)
     for prompts in ([[1] * 193], [[1] * 10, [1] * 190]):
         with pytest.raises(UserError, match="max_pages=3 is too small: 4 pages"):

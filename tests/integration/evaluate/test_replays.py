@@ -1,4 +1,4 @@
-"""Replays of the stress test: common tokens are computed once, and a rounding is measured only where it decides."""
+"""Replays on the reference engine: forks share computed tokens, and a rounding is measured only if it is decisive."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from stages.policies.policy import KVShape
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 PROMPT, COMMON = 90, 95
-"""Tokens of the prompt, and of the prompt with the decoded tokens that both sequences have in common."""
+"""Tokens of the prompt; tokens that both sequences have in common, including decoded tokens."""
 
 
 def comparer_of(model: Any, name: str = "int8") -> Comparer:
@@ -25,7 +25,7 @@ def comparer_of(model: Any, name: str = "int8") -> Comparer:
     return Comparer(engine, ReferenceEngine(reference))
 
 
-def fed(comparer: Comparer, tokens: list[int], rows: int) -> ForcedSequence:
+def decode_sequence(comparer: Comparer, tokens: list[int], rows: int) -> ForcedSequence:
     """Return a sequence of the engine with the logits of its last `rows` tokens."""
     engine, sequence = comparer.engine, ForcedSequence("a sequence", tokens[:PROMPT])
     (handle,), logits = engine.prefill([sequence.prompt])
@@ -43,15 +43,16 @@ def fed(comparer: Comparer, tokens: list[int], rows: int) -> ForcedSequence:
 def pair(comparer: Comparer) -> tuple[ForcedSequence, ForcedSequence]:
     """Return two sequences with COMMON equal tokens; the second has logits only for later tokens, like a fork."""
     rng = np.random.default_rng(0)
-    common, *rest = (rng.integers(0, comparer.engine.vocab_size, count).tolist() for count in (COMMON, 12, 50))
-    return fed(comparer, common + rest[0], 18), fed(comparer, common + rest[1], 50)
+    counts = (COMMON, 12, 50)
+    common, first, second = (rng.integers(0, comparer.engine.vocab_size, count).tolist() for count in counts)
+    return decode_sequence(comparer, common + first, 18), decode_sequence(comparer, common + second, 50)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4_sinks", "evicted_ages"])
-def test_a_fork_is_replayed_from_its_origin_with_same_results(model: Any, name: str) -> None:
+def test_a_fork_replayed_from_its_origin_has_the_same_results(model: Any, name: str) -> None:
     comparer = comparer_of(model, name)
     origin, fork = pair(comparer)
-    assert fork.shared_tokens(origin, 64) in {0, COMMON}  # 0: the fork has lost a page that the origin still holds
+    assert fork.shared_tokens(origin, 64) in {0, COMMON}  # 0 if the fork has evicted a page that the origin still holds
     together, ((alone, _),) = comparer.replay([origin, fork]), comparer.replay([fork])
     shared = together[1][0]
     rows = len(fork.logits)
@@ -60,7 +61,7 @@ def test_a_fork_is_replayed_from_its_origin_with_same_results(model: Any, name: 
     for layer, other in zip(shared.errors, alone.errors, strict=True):
         for side, errors in layer.items():
             np.testing.assert_allclose(errors.engine, other[side].engine, atol=1e-5)
-    record, expected = (comparer.compare(fork, one, "").record for one in (shared, alone))
+    record, expected = (comparer.compare(fork, replay, "").record for replay in (shared, alone))
     assert record.times_allowed(64.0) < 1
     assert record.rounding.kl_mean == pytest.approx(expected.rounding.kl_mean, rel=1.0)
 
@@ -77,27 +78,28 @@ def test_a_fork_with_other_codes_or_tokens_is_replayed_in_full(model: Any) -> No
     assert fork.shared_tokens(origin, 64) == 64  # the last whole chunk before the other token
 
 
-def test_roundings_are_measured_first_and_then_only_if_decisive(model: Any) -> None:
+def test_a_rounding_is_measured_for_the_first_sequence_and_then_only_if_decisive(model: Any) -> None:
     comparer = comparer_of(model)
     replay = comparer.reference.engine.replay
     comparer.reference.engine.replay = spied = Mock(wraps=replay)  # type: ignore[method-assign]
     deviations = Deviations(comparer)
 
-    def measured() -> list[bool]:
+    def measured_roundings() -> list[bool]:
+        """Return for each replay since the last call whether it measured a rounding."""
         calls = [call.kwargs["rounding"] > 0 for call in spied.call_args_list]
         spied.reset_mock()
         return calls
 
     first, second = pair(comparer)
     deviations.compare([first])
-    assert measured() == [True]
+    assert measured_roundings() == [True]
     deviations.compare([second])
-    assert measured() == [False]
+    assert measured_roundings() == [False]
     assert list(deviations.messages()) == []
 
     wrong = pair(comparer)[1]
     wrong.logits[3] = wrong.logits[3] + np.linspace(0, 1, len(wrong.logits[3]), dtype=np.float32)
     deviations.compare([wrong])
-    assert measured() == [False, True]
+    assert measured_roundings() == [False, True]
     (message,) = deviations.messages()
     assert message.startswith("a sequence: ")

@@ -22,7 +22,7 @@ from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.bundle import copy_tokenizer
-from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
@@ -31,7 +31,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 PAD, END, USER = 5, 1, 3
 TOOL_CALL = 4
 """Another stop token of the fake model, which does not occur in its references."""
-GREEDY = Greedy((EOS, TOOL_CALL), 4)
+STOPPING = StoppingCriteria((EOS, TOOL_CALL), 4)
 SAMPLES = [Sample(id=name, workload="w", prompt=name * 3, reference=f"answer {name}", check="exact") for name in "abc"]
 
 
@@ -91,9 +91,9 @@ def ends_differently(engine: FakeEngine) -> FakeEngine:
 def test_an_answer_ends_at_any_stop_token_and_keeps_it(kind: type[FakeEngine]) -> None:
     items = encode(SAMPLES, CharTokenizer(), 9)
     engine = ends_differently(kind(fake_engine(SAMPLES).answers))
-    answers = {event.sample: event.answer for event in decode(engine, items, 2, GREEDY) if isinstance(event, SampleResult)}
+    answers = {event.sample: event.answer for event in decode(engine, items, 2, STOPPING) if isinstance(event, SampleResult)}
     assert [answers[i] for i in range(3)] == [(*item.reference[:-1], TOOL_CALL) for item in items]
-    found = free_answers(engine, items, 2, GREEDY, decoded=[answers[0], None, None])
+    found = free_answers(engine, items, 2, STOPPING, decoded=[answers[0], None, None])
     assert (found.samples, found.contradictions) == (3, [])
 
 

@@ -1,4 +1,4 @@
-"""Forced and greedy decode: inputs of the engine and their order. Prefill logits are never scored."""
+"""Forced and greedy decode: the inputs of the engine, their order, and the answers. Prefill logits are never scored."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from helpers.engines.fake import EOS, CharTokenizer, FakeEngine, OnePassFake, fa
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.interface import Logits
-from stages.evaluate.decoding.batches import DecodeStep, Greedy
+from stages.evaluate.decoding.batches import DecodeStep, StoppingCriteria
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample, control_samples, encode, repeated_samples, workloads_digest
@@ -43,18 +43,18 @@ def rows_of(*arguments: Any, **options: Any) -> Rows:
     return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
 
 
-def assert_same(one: Rows, other: Rows) -> None:
-    assert one.keys() == other.keys()
-    for key, row in one.items():
-        np.testing.assert_array_equal(row, other[key])
+def assert_same(actual: Rows, expected: Rows) -> None:
+    assert actual.keys() == expected.keys()
+    for key, row in actual.items():
+        np.testing.assert_array_equal(row, expected[key])
 
 
 def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) -> dict[int, SampleResult]:
-    events = decode(engine, items, batch_size, Greedy((EOS,), 4))
+    events = decode(engine, items, batch_size, StoppingCriteria((EOS,), 4))
     return {event.sample: event for event in events if isinstance(event, SampleResult)}
 
 
-def test_answered_samples_repeat_and_the_shortest_are_corrupted() -> None:
+def test_judged_samples_are_repeated_and_the_shortest_are_the_control() -> None:
     a, b, c, d = encoded()
     config: Any = SimpleNamespace(noise_samples=1)
     assert repeated_samples([d, a, b, c], config) == [a, c]
@@ -87,17 +87,17 @@ def test_every_token_from_the_last_of_the_prompt_is_decoded(batch_size: int) -> 
     assert engine.widths.count(2) > len(engine.widths) // 2 or batch_size != 2, "an ended sequence makes room for the next"
 
 
-def test_the_corruption_comes_between_prefill_and_decode() -> None:
-    engine, whole = fake_engine(SAMPLES), OnePassFake(fake_engine(SAMPLES).answers)
+def test_after_prefill_is_called_between_prefill_and_decode() -> None:
+    engine, one_pass = fake_engine(SAMPLES), OnePassFake(fake_engine(SAMPLES).answers)
     events: list[tuple[int, int]] = []
     list(steps_of(engine, encoded(), 4, after_prefill=lambda: events.append((len(engine.prefilled), len(engine.widths)))))
     assert events == [(len(SAMPLES), 0)]
-    (first, *_) = steps_of(whole, encoded(), 3, after_prefill=lambda: whole.corrupt_key_scale(0.1))
-    (sound, *_) = steps_of(OnePassFake(whole.answers), encoded(), 3)
-    assert first.logits_BV.max() < sound.logits_BV.max()
+    (corrupted, *_) = steps_of(one_pass, encoded(), 3, after_prefill=lambda: one_pass.corrupt_key_scale(0.1))
+    (sound, *_) = steps_of(OnePassFake(one_pass.answers), encoded(), 3)
+    assert corrupted.logits_BV.max() < sound.logits_BV.max()
 
 
-def test_one_pass_gives_the_steps_of_decode() -> None:
+def test_a_one_pass_decode_equals_stepwise_decode() -> None:
     engine = OnePassFake(fake_engine(SAMPLES).answers)
     assert_same(rows_of(engine, encoded(), 3), rows_of(fake_engine(SAMPLES), encoded(), 1))
     assert engine.prefilled == []
@@ -116,19 +116,19 @@ class RequestFake(OnePassFake):
         return [self.forced(tokens, first) for tokens, first in requests]
 
 
-def test_a_request_engine_keeps_a_batch_in_flight() -> None:
-    engine, alone = RequestFake(fake_engine(SAMPLES).answers), OnePassFake(fake_engine(SAMPLES).answers)
+def test_an_engine_of_whole_requests_gets_full_batches() -> None:
+    engine, one_pass = RequestFake(fake_engine(SAMPLES).answers), OnePassFake(fake_engine(SAMPLES).answers)
     finished = [event for event in decode(engine, encoded(), 3) if isinstance(event, SampleResult)]
     assert engine.together == [3, 1]
     assert [event.trace.batch for event in finished] == [3, 3, 3, 1]
-    engine.max_batch = 2  # of three requests it computes two together
+    engine.max_batch = 2  # the engine computes at most two of the three requests together
     fewer = [event.trace.batch for event in decode(engine, encoded(), 3) if isinstance(event, SampleResult)]
     assert fewer == [2, 2, 2, 1]
     (shortest,) = [event for event in finished if event.sample == 2]
     assert shortest.trace.longest_context == len("zz") + len(encoded()[2].reference) - 1
-    whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, SampleResult)]
-    assert {event.trace.batch for event in whole} == {0}, "no decode step was taken"
-    assert_same(rows_of(engine, encoded(), 3), rows_of(alone, encoded(), 3))
+    in_one_pass = [event for event in decode(one_pass, encoded(), 3) if isinstance(event, SampleResult)]
+    assert {event.trace.batch for event in in_one_pass} == {0}, "there was no decode step"
+    assert_same(rows_of(engine, encoded(), 3), rows_of(one_pass, encoded(), 3))
 
 
 WRONG = ("a", "c")
@@ -137,7 +137,7 @@ WRONG = ("a", "c")
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("make", [fake_engine, sharing_engine])
 def test_answers_equal_greedy_decode_from_the_prompt(make: Any, batch_size: int) -> None:
-    def alone(item: EncodedSample) -> list[int]:
+    def greedy_answer(item: EncodedSample) -> list[int]:
         engine = fake_engine(SAMPLES, wrong=WRONG)
         (handle,), _ = engine.prefill([item.prompt[:-1]])
         answer = [int(engine.decode([handle], [item.prompt[-1]])[0].argmax())]
@@ -147,7 +147,7 @@ def test_answers_equal_greedy_decode_from_the_prompt(make: Any, batch_size: int)
 
     engine = make(SAMPLES, wrong=WRONG)
     finished = answers_of(engine, encoded(), batch_size)
-    expected = {i: tuple(alone(item)) if item.sample.judged else None for i, item in enumerate(encoded())}
+    expected = {i: tuple(greedy_answer(item)) if item.sample.judged else None for i, item in enumerate(encoded())}
     assert {i: event.answer for i, event in finished.items()} == expected
     assert finished[0].answer != (*b"xy", EOS)
     assert finished[1].answer == (*b"x", EOS)
@@ -167,7 +167,7 @@ def test_a_forking_engine_computes_no_reference_token_twice() -> None:
 def test_other_samples_of_a_batch_do_not_change_forced_logits() -> None:
     alone = rows_of(fake_engine(SAMPLES, wrong=WRONG), encoded(), 1)
     assert_same(alone, rows_of(fake_engine(SAMPLES, wrong=WRONG), encoded(), 3))
-    assert_same(alone, rows_of(sharing_engine(SAMPLES, wrong=WRONG), encoded(), 3, Greedy((EOS,), 4)))
+    assert_same(alone, rows_of(sharing_engine(SAMPLES, wrong=WRONG), encoded(), 3, StoppingCriteria((EOS,), 4)))
 
 
 def test_non_finite_logits_end_an_answer_without_a_token() -> None:
@@ -210,7 +210,7 @@ def test_a_document_is_prefilled_once_for_all_its_questions(batch_size: int) -> 
     assert {i: finished[i].answer for i in right} == right
 
 
-def test_an_engine_without_room_for_forks_shares_nothing() -> None:
+def test_an_engine_without_room_for_forks_does_not_fork() -> None:
     engine = sharing_engine(QUESTIONS, wrong=("one1",), max_sequences=8)
     answers_of(engine, encode(QUESTIONS, CharTokenizer(), 9), 4)
     assert engine.forks == 0

@@ -23,7 +23,7 @@ GATES = Thresholds()
 Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 
 
-def told(label: str, done: int, total: int) -> None:
+def check_progress(label: str, done: int, total: int) -> None:
     """A progress callback that asserts plausible arguments."""
     assert label
     assert 0 <= done <= total
@@ -31,15 +31,17 @@ def told(label: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a measured baseline, which itself gets two answers wrong."""
+    """The directory of a measured baseline that gets two answers wrong."""
     out = tmp_path_factory.mktemp("baseline")
-    measure_baseline(lambda: fake_engine(SAMPLES, wrong=["find-0", "copy-0"], batch_noise=1e-3), SAMPLES, out, progress=told)
+    measure_baseline(
+        lambda: fake_engine(SAMPLES, wrong=["find-0", "copy-0"], batch_noise=1e-3), SAMPLES, out, progress=check_progress
+    )
     return out
 
 
 def candidate(baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any) -> Judged:
     options = {"batch_noise": 1e-3, **options}
-    evaluate(lambda: fake_engine(SAMPLES, wrong=wrong, **options), SAMPLES, baseline, out, progress=told)
+    evaluate(lambda: fake_engine(SAMPLES, wrong=wrong, **options), SAMPLES, baseline, out, progress=check_progress)
     report, rows = load_report(out), load_rows(out)
     return report, rows, decide(report, rows, GATES)
 
@@ -50,7 +52,7 @@ def same(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
     return candidate(baseline, tmp_path_factory.mktemp("same"))
 
 
-def test_the_baseline_against_itself_has_no_distance_and_passes(same: Judged) -> None:
+def test_the_baseline_as_its_own_candidate_passes_without_distance(same: Judged) -> None:
     report, rows, verdict = same
     assert verdict.status == "PASS"
     sizes = {(s.workload, s.context): s.samples for s in report.slices}
@@ -63,7 +65,7 @@ def test_the_baseline_against_itself_has_no_distance_and_passes(same: Judged) ->
     assert [row.id for row in rows] == [sample.id for sample in SAMPLES]
 
 
-def test_the_noise_floor_is_the_effect_of_other_batches(baseline: Path) -> None:
+def test_the_noise_floor_repeats_samples_in_other_batches(baseline: Path) -> None:
     noise = json.loads((baseline / "once.json").read_text(encoding="utf-8"))["noise"]
     # no sample is prose; find-11 is the longest sample with an answer
     repeated = [*SAMPLES[:4], SAMPLES[11], *SAMPLES[80:84]]
@@ -71,7 +73,7 @@ def test_the_noise_floor_is_the_effect_of_other_batches(baseline: Path) -> None:
     assert 0 < noise["kl_mean"] < 1e-4
 
 
-def test_flips_are_counted_in_both_directions(baseline: Path, tmp_path: Path) -> None:
+def test_accuracy_counts_lost_and_gained_answers(baseline: Path, tmp_path: Path) -> None:
     report, rows, _ = candidate(baseline, tmp_path, wrong=("find-1", "find-2", "find-4", "copy-0"))
     part = report.slice("find")
     assert part is not None
@@ -83,7 +85,7 @@ def test_flips_are_counted_in_both_directions(baseline: Path, tmp_path: Path) ->
     assert report.metrics["quality/find/accuracy_baseline"] == part.accuracy.baseline
 
 
-def test_a_rows_probability_is_the_product_over_answer_tokens(baseline: Path, tmp_path: Path) -> None:
+def test_the_probability_of_an_answer_is_the_product_over_its_tokens(baseline: Path, tmp_path: Path) -> None:
     report, rows, _ = candidate(baseline, tmp_path, noise=0.5)
     for row in rows:
         if row.workload == "tale":
@@ -92,18 +94,18 @@ def test_a_rows_probability_is_the_product_over_answer_tokens(baseline: Path, tm
             for nll, product in ((row.baseline_nll, row.baseline_probability), (row.candidate_nll, row.candidate_probability)):
                 assert nll is not None
                 assert product == pytest.approx(np.exp(-nll * row.scored_tokens), rel=1e-9)
-    whole = report.overall.accuracy
-    assert whole is not None
-    assert whole.baseline_probability == pytest.approx(np.mean([r.baseline_probability for r in rows if r.judged]))
-    kept = sum(r.candidate_probability or 0 for r in rows) / sum(r.baseline_probability or 0 for r in rows)
-    assert report.metrics["quality/recovery"] == whole.recovery == pytest.approx(kept)
+    accuracy = report.overall.accuracy
+    assert accuracy is not None
+    assert accuracy.baseline_probability == pytest.approx(np.mean([r.baseline_probability for r in rows if r.judged]))
+    recovery = sum(r.candidate_probability or 0 for r in rows) / sum(r.baseline_probability or 0 for r in rows)
+    assert report.metrics["quality/recovery"] == accuracy.recovery == pytest.approx(recovery)
 
 
-def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> None:
+def test_non_finite_logits_fail_a_candidate_and_refuse_a_baseline(baseline: Path, tmp_path: Path) -> None:
     report, rows, verdict = candidate(baseline, tmp_path, not_a_number=True)
     assert verdict.status == "FAIL"
     assert report.overall.fidelity.kl_mean is None
-    assert "quality/kl_mean" not in report.metrics, "a metric is a number"
+    assert "quality/kl_mean" not in report.metrics, "only finite numbers are metrics"
     assert rows[0].non_finite_steps == rows[0].scored_tokens
     assert rows[0].baseline_probability is not None
     assert rows[0].candidate_probability is None
@@ -112,14 +114,14 @@ def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> Non
     assert "quality/recovery" not in report.metrics
 
 
-def test_the_control_comes_last_and_detects_an_unread_cache(baseline: Path, tmp_path: Path) -> None:
+def test_the_must_fail_control_runs_last_and_detects_an_unread_cache(baseline: Path, tmp_path: Path) -> None:
     _, _, verdict = candidate(baseline, tmp_path / "blind", blind=True)
     assert [check.gate for check in verdict.checks if check.status == "FAIL"] == ["must_fail_control"]
     engine = fake_engine(SAMPLES)
     report = evaluate(lambda: engine, SAMPLES, baseline, tmp_path / "sound")
     assert (engine.key_scale, engine.live) == (CONTROL_FACTOR, 0)
     assert report.candidate_noise is not None
-    assert report.candidate_noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the fault"
+    assert report.candidate_noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the corruption"
 
 
 def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
@@ -132,8 +134,8 @@ def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
     assert 0 < percentiles[0] <= percentiles[1] <= percentiles[2]
 
 
-def test_rates_come_with_the_cpu_share_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hypervisor took 1 s and other programs 1 s of the 10 s of all processors, this process 1 s, and 7 s were idle."""
+def test_the_share_of_other_programs_excludes_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 s of all processors, the hypervisor took 1 s, other programs 1 s, this process 1 s, and 7 s were idle."""
     monkeypatch.setattr("psutil.cpu_times", lambda: (1.0, 0.0, 1.0, 6.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0))
     monkeypatch.setattr("stages.evaluate.decoding.system.time.process_time", lambda: 1.0)
     assert _processor_seconds() == pytest.approx((2.0, 10.0))
@@ -141,8 +143,8 @@ def test_rates_come_with_the_cpu_share_of_other_programs(monkeypatch: pytest.Mon
     assert measure_system(engine, LoadConfig(batch=2, context_tokens=4, new_tokens=4)).others_share is None, "no time passed"
 
 
-class Separators(CharTokenizer):
-    """A tokenizer that encodes a line separator, which `str.splitlines` treats as a line end, as `~`."""
+class SeparatorTokenizer(CharTokenizer):
+    """A tokenizer that encodes U+2028 as `~`. `str.splitlines` treats U+2028 as a line end."""
 
     def text_ids(self, text: str) -> list[int]:
         return super().text_ids(text.replace("\u2028", "~"))
@@ -156,7 +158,7 @@ def test_reserved_ids_and_line_separators_round_trip(tmp_path: Path) -> None:
     separated = [Sample(id=name, workload="copy", prompt=f"c{i}", reference=f"{i}\u2028{i}") for i, name in enumerate(names)]
     plain = [replace(sample, reference=sample.reference.replace("\u2028", "~")) for sample in separated]
     baseline_dir, out = tmp_path / "baseline", tmp_path / "report"
-    measure_baseline(lambda: fake_engine(plain), separated, baseline_dir, tokenizer=Separators())
-    evaluate(lambda: fake_engine(plain), separated, baseline_dir, out, tokenizer=Separators())
+    measure_baseline(lambda: fake_engine(plain), separated, baseline_dir, tokenizer=SeparatorTokenizer())
+    evaluate(lambda: fake_engine(plain), separated, baseline_dir, out, tokenizer=SeparatorTokenizer())
     assert [(row.id, row.baseline_generation) for row in load_rows(out)] == [(s.id, s.reference) for s in separated]
     assert all(row.baseline_correct and row.candidate_correct for row in load_rows(out))

@@ -1,4 +1,4 @@
-"""Crashes and Ctrl-C end a measurement, which then resumes, with the same results as an uninterrupted measurement."""
+"""A measurement that a crash or Ctrl-C interrupted resumes, with the same results as an uninterrupted measurement."""
 
 from pathlib import Path
 
@@ -34,34 +34,35 @@ def run(baseline: Path, out: Path, stop_at: int = 1 << 30, fault: type[BaseExcep
 
 def report(baseline: Path, round_dir: Path) -> JoinedEvaluation:
     """Return the report without times and without coverage, which depends on the samples decoded together."""
-    found = joined(encode_rounds(SAMPLES, CharTokenizer(), BRIEF), [(baseline, round_dir)], BRIEF)
-    timeless = {"system": None, "baseline_system": None, "coverage": None}
-    return JoinedEvaluation(found.report.model_copy(update=timeless), found.rows)
+    evaluation = joined(encode_rounds(SAMPLES, CharTokenizer(), BRIEF), [(baseline, round_dir)], BRIEF)
+    removed = {"system": None, "baseline_system": None, "coverage": None}
+    return JoinedEvaluation(evaluation.report.model_copy(update=removed), evaluation.rows)
 
 
 @pytest.fixture(scope="module")
-def whole(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SharingFake]:
+def uninterrupted(baseline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SharingFake]:
     """The directory of an uninterrupted round, and its engine."""
-    out = tmp_path_factory.mktemp("whole")
+    out = tmp_path_factory.mktemp("uninterrupted")
     return out, run(baseline, out)
 
 
-@pytest.mark.parametrize(("at", "fault"), [(1, RuntimeError), (60, KeyboardInterrupt), (150, RuntimeError)])
+@pytest.mark.parametrize(("stop_at", "fault"), [(1, RuntimeError), (60, KeyboardInterrupt), (150, RuntimeError)])
 def test_a_round_resumes_with_missing_or_damaged_samples(
-    at: int, fault: type[BaseException], baseline: Path, whole: tuple[Path, SharingFake], tmp_path: Path
+    stop_at: int, fault: type[BaseException], baseline: Path, uninterrupted: tuple[Path, SharingFake], tmp_path: Path
 ) -> None:
     with pytest.raises(fault):
-        run(baseline, tmp_path, at, fault)
-    kept = sorted((tmp_path / UNFINISHED).glob("*/*"))
-    assert bool(kept) == (at > 1)
-    if at == 150:
-        first, second, third, *kept = kept
+        run(baseline, tmp_path, stop_at, fault)
+    saved = sorted((tmp_path / UNFINISHED).glob("*/*"))
+    assert bool(saved) == (stop_at > 1)
+    if stop_at == 150:
+        first, second, third, *saved = saved
         content = bytearray(first.read_bytes())
         content[-1] ^= 1
         first.write_bytes(content)
         second.write_bytes(second.read_bytes()[:100])
         third.rename(third.with_name("7.part"))
-    asked, of_all = (len([prompt for prompt in one.prefilled if prompt]) for one in (run(baseline, tmp_path), whole[1]))
-    assert asked == of_all - len(kept)
-    assert report(baseline, tmp_path) == report(baseline, whole[0])
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in whole[0].iterdir()}
+    engines = (run(baseline, tmp_path), uninterrupted[1])
+    resumed, total = (len([prompt for prompt in engine.prefilled if prompt]) for engine in engines)
+    assert resumed == total - len(saved)
+    assert report(baseline, tmp_path) == report(baseline, uninterrupted[0])
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in uninterrupted[0].iterdir()}

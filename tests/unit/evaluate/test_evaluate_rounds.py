@@ -1,4 +1,4 @@
-"""Rounds: their samples, and that joining rounds gives the same report as one round."""
+"""Rounds: the samples of each round, and the report that joins the rounds."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ def strata(chosen: list[Sample]) -> Counter[tuple[str, str]]:
     return Counter((sample.workload, sample.difficulty) for sample in chosen)
 
 
-def test_workloads_and_difficulties_are_divided_by_the_shares() -> None:
+def test_every_workload_and_difficulty_is_divided_by_the_shares() -> None:
     graded = [replace(s, difficulty=("easy", "hard")[i % 2]) for i, s in enumerate(samples(160))]
     rounds = assign_rounds(graded, SHARES)
     assert sorted(s.id for r in rounds for s in r) == sorted(s.id for s in graded)
@@ -38,7 +38,7 @@ def test_workloads_and_difficulties_are_divided_by_the_shares() -> None:
             assert abs(ran[stratum] - share * count) <= 2, (stratum, share)
 
 
-def test_documents_stay_whole_in_any_order_of_samples() -> None:
+def test_documents_are_not_split_in_any_order_of_samples() -> None:
     questions = [replace(s, document=f"d{i // 4}") for i, s in enumerate(samples(200))]
     rounds = assign_rounds(questions, SHARES)
     owners = [{s.cluster for s in chosen} for chosen in rounds]
@@ -63,37 +63,37 @@ def test_a_round_without_samples_is_left_out() -> None:
             assert sorted(s.id for chosen in divided for s in chosen) == sorted(s.id for s in questions)
 
 
-def test_the_first_round_has_15_questions_of_each_kind() -> None:
+def test_the_first_round_has_15_questions_of_each_workload() -> None:
     for asked, first in ((3, 3), (15, 15), (20, 15), (60, 15), (300, 30)):
-        found = Counter(sample.workload for sample in assign_rounds(samples(asked), SHARES)[0])
-        assert abs(found["find"] - first) <= 1
-        assert min(found["find"], found["copy"]) >= min(15, asked)
+        counts = Counter(sample.workload for sample in assign_rounds(samples(asked), SHARES)[0])
+        assert abs(counts["find"] - first) <= 1
+        assert min(counts["find"], counts["copy"]) >= min(15, asked)
 
 
-def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
+def test_joined_rounds_give_the_report_of_one_round(tmp_path: Path) -> None:
     def engine() -> FakeEngine:
-        return fake_engine(given, wrong=["find-1", "copy-5"], noise=0.5)
+        return fake_engine(questions, wrong=["find-1", "copy-5"], noise=0.5)
 
-    given, shares = samples(20), [0.5, 1.0]
-    asked, rounds = brief_workloads(rounds=shares), assign_rounds(given, shares)
+    questions, shares = samples(20), [0.5, 1.0]
+    config, rounds = brief_workloads(rounds=shares), assign_rounds(questions, shares)
     ordered = [sample for chosen in rounds for sample in chosen]
     stored = tmp_path / "baseline"
-    measure_baseline(lambda: fake_engine(given), ordered, stored)
-    whole = evaluate(engine, ordered, stored, tmp_path / "one")
-    encoded = encode_rounds(given, CharTokenizer(), asked)
+    measure_baseline(lambda: fake_engine(questions), ordered, stored)
+    one_round = evaluate(engine, ordered, stored, tmp_path / "one")
+    encoded = encode_rounds(questions, CharTokenizer(), config)
     write_encoded(encoded, tmp_path)
     assert read_encoded(tmp_path) == encoded
     measured = []
     for number, chosen in enumerate(rounds, start=1):
         base, candidate = tmp_path / f"b{number}", tmp_path / f"c{number}"
-        measure_baseline(lambda: fake_engine(given), chosen, base, config=asked)
-        measure_candidate(engine, chosen, base, candidate, config=asked)
+        measure_baseline(lambda: fake_engine(questions), chosen, base, config=config)
+        measure_candidate(engine, chosen, base, candidate, config=config)
         measured.append((base, candidate))
-        found = joined(encoded, measured, asked)
-        assert found.report.samples == sum(map(len, rounds[:number]))
-        assert found.report.workloads_digest == workloads_digest(encoded)
-    assert found.report.slices == whole.slices
-    assert found.report.planned_rounds == len(rounds)
+        evaluation = joined(encoded, measured, config)
+        assert evaluation.report.samples == sum(map(len, rounds[:number]))
+        assert evaluation.report.workloads_digest == workloads_digest(encoded)
+    assert evaluation.report.slices == one_round.slices
+    assert evaluation.report.planned_rounds == len(rounds)
     expected = [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]
-    assert [(row.id, row.round) for row in found.rows] == expected
-    assert [row.model_copy(update={"round": 1}) for row in found.rows] == load_rows(tmp_path / "one")
+    assert [(row.id, row.round) for row in evaluation.rows] == expected
+    assert [row.model_copy(update={"round": 1}) for row in evaluation.rows] == load_rows(tmp_path / "one")

@@ -1,4 +1,4 @@
-"""Users' own samples: every bad line is reported with its key and fix, before anything else is read; prompts as token ids."""
+"""The user's own samples: every bad line is reported with its key and fix. Prompts: text and token ids."""
 
 import json
 import shutil
@@ -30,17 +30,17 @@ def write(tmp_path: Path, *lines: object) -> Path:
 GOOD: dict[str, Any] = {"prompt": "2+2=", "reference": "4"}
 
 
-def test_the_config_names_the_generators_that_exist() -> None:
+def test_the_configuration_lists_every_generator() -> None:
     assert set(get_args(Workload)) == set(WORKLOADS)
 
 
-def test_builtin_samples_are_the_configured_number_of_each() -> None:
+def test_each_builtin_workload_has_its_configured_number_of_samples() -> None:
     samples = load_samples(builtin_workloads(samples={"prose": 2, "copy": 3, "retrieval": 0}))
     assert [s.workload for s in samples] == ["prose"] * 2 + ["copy"] * 3
     assert samples == load_samples(builtin_workloads(samples={"prose": 2, "copy": 3}))
 
 
-def test_a_line_becomes_a_sample_with_defaults_for_missing_keys(tmp_path: Path) -> None:
+def test_missing_keys_of_a_line_get_defaults(tmp_path: Path) -> None:
     call = {
         "id": "a", "workload": "legal", "messages": [{"role": "user", "content": "hi"}], "check": "tool_call",
         "reference": '{"name":"f","arguments":{"x":1}}', "document": "d", "depth": 0.5,
@@ -57,7 +57,7 @@ def test_a_line_becomes_a_sample_with_defaults_for_missing_keys(tmp_path: Path) 
     assert (third.id, third.workload, third.check, third.cluster) == ("mine-0004", "custom", "exact", "mine-0004")
 
 
-def test_the_users_samples_join_the_built_in_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_samples_are_added_to_the_builtin_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, GOOD)
     samples = load_samples(builtin_workloads(samples={"copy": 1}, jsonl="~/mine.jsonl"))
@@ -77,21 +77,21 @@ def test_the_users_samples_join_the_built_in_ones(tmp_path: Path, monkeypatch: p
         ({**GOOD, "check": "json", "reference": "[" * 2000 + "]" * 2000}, 'reference: check "json" would judge it wrong'),
         ({**GOOD, "check": "mention", "distractors": "5"}, "distractors: input should be a valid array, give a list of texts"),
         ({**GOOD, "difficulty": "trivial"}, "difficulty: input should be '', 'easy', 'medium' or 'hard', give easy, medium or"),
-        ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_"),
+        ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_ are reserved"),
         ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
         ({**GOOD, "id": "other"}, "line: repeats the question and the reference of line 1, leave it out"),
         ({"messages": [{"role": "assistant", "content": "4"}], "reference": "4"}, "messages: end with a message of"),
     ],
 )  # fmt: skip
-def test_a_bad_line_is_named_with_its_key_and_fix(tmp_path: Path, line: object, message: str) -> None:
+def test_a_bad_line_is_refused_with_its_key_and_fix(tmp_path: Path, line: object, message: str) -> None:
     """Other contents of lines: tests/bad_input/work.py."""
     path = write(tmp_path, GOOD, line)
     with refused(UserError, f"{path}:2: {message}"):
         read_jsonl(path, {"taken"})
 
 
-def test_a_wrong_role_is_a_problem_but_no_byte_order_mark(tmp_path: Path) -> None:
+def test_a_wrong_role_is_refused_and_a_byte_order_mark_accepted(tmp_path: Path) -> None:
     path = write(tmp_path, {"messages": [{"role": "tool", "content": "4"}], "reference": "4"})
     with pytest.raises(UserError, match=r"messages\.0\.role: input should be 'system'") as caught:
         read_jsonl(path, set())
@@ -139,14 +139,14 @@ def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any)
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_calibration_sees_the_tokens_that_evaluation_feeds(tokenizer: Any) -> None:
+def test_calibration_and_evaluation_use_the_same_tokens(tokenizer: Any) -> None:
     raw = Sample(id="p", workload="w", prompt="Once upon a time", reference="x")
     texts = render_all(tokenizer, [CHAT, raw])
     assert tokenize(tokenizer, texts, 1024, len(tokenizer)) == all_prompt_ids(tokenizer, [CHAT, raw])
 
 
 @pytest.mark.parametrize("template", [None, ""])
-def test_a_base_models_messages_become_lines(tokenizer: Any, template: str | None) -> None:
+def test_messages_for_a_base_model_become_lines(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template
     text = "system: Be brief.\nuser: Which colour?\nassistant: Of what?\nuser: The sky.\nassistant: "
     assert render_all(tokenizer, [CHAT]) == [text]
@@ -155,7 +155,7 @@ def test_a_base_models_messages_become_lines(tokenizer: Any, template: str | Non
     assert ids[0] == tokenizer.bos_token_id
 
 
-def test_system_text_moves_to_the_users_turn_if_refused(tokenizer: Any) -> None:
+def test_refused_system_messages_are_prepended_to_the_users_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_SYSTEM
     assert render_all(tokenizer, [CHAT]) == ["<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky."]
     for second, reason in (("user", "roles must alternate"), ("system", "no system role, please")):

@@ -1,4 +1,4 @@
-"""Distances between distributions, their summaries, and the judgement of answers."""
+"""Summaries of distances, judged answers, and the baseline's own answers as references."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from stages.evaluate.joining import context_bin, fidelity
 from stages.verdict.report import SampleRow, load_report, load_rows
 
 
-def test_fidelity_by_hand() -> None:
+def test_fidelity_of_a_small_example() -> None:
     steps = StepStatistics(
         kl=np.array([0.0, 0.1, 0.2, 0.5]),
         baseline_nll=np.ones(4),
@@ -36,8 +36,8 @@ def test_fidelity_by_hand() -> None:
     assert summary.top1_agreement == 0.75
     assert summary.top10_overlap == pytest.approx(0.85)
     assert summary.rms_delta_p == pytest.approx(0.25)
-    broken = fidelity(replace(steps, kl=np.array([0.1, math.nan, 0.1, 0.1])))
-    assert (broken.kl_mean, broken.kl_p999, broken.kl_max, broken.non_finite_steps) == (None, None, None, 1)
+    with_nan = fidelity(replace(steps, kl=np.array([0.1, math.nan, 0.1, 0.1])))
+    assert (with_nan.kl_mean, with_nan.kl_p999, with_nan.kl_max, with_nan.non_finite_steps) == (None, None, None, 1)
 
 
 def test_context_bins_are_half_open_and_the_last_is_open() -> None:
@@ -75,7 +75,7 @@ NOT_STRICT = ['{"a":1,"a":1}', '{"a":NaN}', "Infinity"]
         ("exact", "a b", "a b ", None, False),
     ],
 )
-def test_json_and_calls_are_judged_by_value_and_text_exactly(
+def test_json_is_judged_by_value_and_text_exactly(
     check: Check, reference: str, text: str, valid: bool | None, correct: bool
 ) -> None:
     sample = Sample(id="s", workload="w", reference=reference, prompt="p", check=check, tools=TOOLS)
@@ -86,13 +86,13 @@ def test_json_and_calls_are_judged_by_value_and_text_exactly(
     ("reference", "distractors", "mentions", "right", "wrong"),
     [
         ("4711", (), (), ("4711", "The code is 4711.", "code: **4711**\n", "It is 4711, not 4712"), ("", "I do not know.")),
-        # A part of a number or of a word with a hyphen is no mention, and a minus sign belongs to its number.
+        # A part of a number or of a hyphenated word is no mention, and a minus sign belongs to its number.
         ("4711", (), (), (), ("47110", "4711.5", "-4711", "4 711", "4,711", "four", "4711:30")),
         ("-5", (), (), ("it is -5",), ("5", "a-5", "3-5")),
         ("Mara's e-mail", (), (), ("mara s E-Mail",), ("Mara's e mail",)),
         ("STRASSE 42", (), (), ("Stra\N{LATIN SMALL LETTER SHARP S}e \N{FULLWIDTH DIGIT FOUR}2",), ("Strase 42",)),
         ("Lisbon", ("Graz",), (), ("lisbon, not Grazing",), ("Lisbon or Graz",)),
-        ("Mara Voss", (), (), ('Her name is "Mara  VOSS".',), ("Mara, or Tobin Voss",)),  # words in one piece
+        ("Mara Voss", (), (), ('Her name is "Mara  VOSS".',), ("Mara, or Tobin Voss",)),  # the words must be consecutive
         ("Mara lives in Graz. She bought a lamp.", (), ("Graz", "lamp"), ("A lamp; Graz",), ("Graz",)),
     ],
 )
@@ -109,12 +109,13 @@ SAMPLES = [
     Sample(f"s{i}", "lookup", f"The code is {i:02}.", prompt=f"q{i:02}", check="mention", mentions=(f"{i:02}",))
     for i in range(12)
 ]
-WORDS = {
+ANSWERS = {
     "s1": "It is 01.",
     "s2": "It is 77.",  # wrong
     "s3": "03 is the code, I say",  # cut, because it exceeds the maximum length of an answer
 }
-SAID = [replace(sample, reference=WORDS.get(sample.id, sample.reference)) for sample in SAMPLES]
+ANSWERED = [replace(sample, reference=ANSWERS.get(sample.id, sample.reference)) for sample in SAMPLES]
+"""The samples with the fake engine's answers as references."""
 RESCORED = {"s1": [*b"It is 01.", EOS], "s3": [*b"03 is the code, I say"][: len("The code is 03.") + 1 + 4]}
 
 
@@ -123,15 +124,15 @@ def one_pass(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: An
     return OnePassFake(plain.answers, plain.wrong, **options)
 
 
-def judged(make: Any, folder: Path, **options: Any) -> list[SampleRow]:
-    measure_baseline(lambda: make(SAID), SAMPLES, folder / "baseline", config=CONFIG)
-    evaluate(lambda: make(SAID, **options), SAMPLES, folder / "baseline", folder / "report", config=CONFIG)
+def evaluate_rows(make: Any, folder: Path, **options: Any) -> list[SampleRow]:
+    measure_baseline(lambda: make(ANSWERED), SAMPLES, folder / "baseline", config=CONFIG)
+    evaluate(lambda: make(ANSWERED, **options), SAMPLES, folder / "baseline", folder / "report", config=CONFIG)
     return load_rows(folder / "report")
 
 
 @pytest.mark.parametrize("make", [fake_engine, sharing_engine, one_pass])
 def test_the_baselines_right_answer_is_scored_if_likelier(make: Any, tmp_path: Path) -> None:
-    rows = {row.id: row for row in judged(make, tmp_path)}
+    rows = {row.id: row for row in evaluate_rows(make, tmp_path)}
     assert {name for name, row in rows.items() if row.right_answer == "baseline"} == RESCORED.keys()
     for name, tokens in RESCORED.items():
         row = rows[name]
@@ -144,32 +145,34 @@ def test_the_baselines_right_answer_is_scored_if_likelier(make: Any, tmp_path: P
     report = load_report(tmp_path / "report")
     assert report.noise is not None
     assert report.noise.kl_max == pytest.approx(0, abs=1e-9)
-    assert report.noise.tokens == sum(rows[f"s{i}"].scored_tokens for i in range(4))  # the scored texts are repeated
+    assert report.noise.tokens == sum(
+        rows[f"s{i}"].scored_tokens for i in range(4)
+    )  # the noise floor repeats the scored answers
     assert report.overall.fidelity.tokens == sum(row.scored_tokens for row in rows.values())
 
 
-def test_an_answers_limit_does_not_depend_on_the_scored_one(tmp_path: Path) -> None:
-    rambling = [replace(sample, reference="x" * 99) if sample.id in RESCORED else sample for sample in SAID]
-    measure_baseline(lambda: fake_engine(SAID), SAMPLES, tmp_path / "baseline", config=CONFIG)
+def test_the_limit_of_an_answer_comes_from_the_original_reference(tmp_path: Path) -> None:
+    rambling = [replace(sample, reference="x" * 99) if sample.id in RESCORED else sample for sample in ANSWERED]
+    measure_baseline(lambda: fake_engine(ANSWERED), SAMPLES, tmp_path / "baseline", config=CONFIG)
     evaluate(lambda: fake_engine(rambling), SAMPLES, tmp_path / "baseline", tmp_path / "report", config=CONFIG)
-    said = {row.id: row.candidate_generation for row in load_rows(tmp_path / "report")}
-    assert {name: len(said[name] or "") for name in RESCORED} == dict.fromkeys(RESCORED, len("The code is 00.") + 1 + 4)
+    answers = {row.id: row.candidate_generation for row in load_rows(tmp_path / "report")}
+    assert {name: len(answers[name] or "") for name in RESCORED} == dict.fromkeys(RESCORED, len("The code is 00.") + 1 + 4)
 
 
-def test_an_interrupted_baseline_resumes_scoring(tmp_path: Path) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    measure_baseline(lambda: sharing_engine(SAID), SAMPLES, whole, config=CONFIG)
+def test_an_interrupted_baseline_resumes_scoring_its_own_answers(tmp_path: Path) -> None:
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    measure_baseline(lambda: sharing_engine(ANSWERED), SAMPLES, uninterrupted, config=CONFIG)
 
-    def power_cut(label: str, done: int, total: int) -> None:
+    def interrupt(label: str, done: int, total: int) -> None:
         if "own answers" in label and len(RESCORED["s1"]) * 2 < done < total:  # s1 has ended
-            raise RuntimeError("power cut")
+            raise RuntimeError("interrupted")
 
     with pytest.raises(RuntimeError):
-        measure_baseline(lambda: sharing_engine(SAID), SAMPLES, resumed, config=CONFIG, progress=power_cut)
+        measure_baseline(lambda: sharing_engine(ANSWERED), SAMPLES, resumed, config=CONFIG, progress=interrupt)
     folders = {len(list(folder.glob("*.safetensors"))) for folder in (resumed / "unfinished").iterdir()}
     assert folders == {len(SAMPLES), 1}
-    measure_baseline(lambda: sharing_engine(SAID), SAMPLES, resumed, config=CONFIG)
+    measure_baseline(lambda: sharing_engine(ANSWERED), SAMPLES, resumed, config=CONFIG)
     for name in ("logprobs.safetensors", "statistics.safetensors"):
-        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
-    assert (read_round(resumed).answers, read_round(resumed).right_answers) == (read_round(whole).answers, RESCORED)
+        assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()
+    assert (read_round(resumed).answers, read_round(resumed).right_answers) == (read_round(uninterrupted).answers, RESCORED)
     assert not (resumed / "unfinished").exists()

@@ -1,4 +1,4 @@
-"""A sequence keeps the codes of tokens that the engine evicted later, if it observed them before."""
+"""A forced sequence keeps the codes of evicted tokens if the cache was observed before their eviction."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from stages.policies.policy import Side
 SINKS = 64
 
 
-def held(tokens: int, kept_from: int) -> list[dict[Side, StoredCopy]]:
+def cache_copy(tokens: int, kept_from: int) -> list[dict[Side, StoredCopy]]:
     """Return the copy of a cache with the sinks and the tokens from `kept_from` on. Codes are positions."""
     codes = np.arange(tokens, dtype=np.uint8).reshape(1, tokens, 1)
     codes[:, SINKS:kept_from] = 0
@@ -17,14 +17,15 @@ def held(tokens: int, kept_from: int) -> list[dict[Side, StoredCopy]]:
     return [{Side.KEY: StoredCopy(0, codes, None, None, None, None, evicted)}]
 
 
-def observed(*caches: tuple[int, int]) -> StoredCopy:
+def observe(*caches: tuple[int, int]) -> StoredCopy:
+    """Return the copy of a sequence that observes these caches, (tokens, kept_from), in order."""
     sequence = ForcedSequence("", [])
     for tokens, kept_from in caches:
-        sequence.observe(held(tokens, kept_from))
+        sequence.observe(cache_copy(tokens, kept_from))
     return sequence.layers[0][Side.KEY]
 
 
-def known(copy: StoredCopy) -> list[int]:
+def known_positions(copy: StoredCopy) -> list[int]:
     """Return the positions whose codes the copy has, without its evicted positions."""
     lost = {position for start, stop in copy.evicted for position in range(start, stop)}
     codes = copy.codes[0, :, 0].tolist()
@@ -32,17 +33,17 @@ def known(copy: StoredCopy) -> list[int]:
     return sorted(set(range(len(codes))) - lost)
 
 
-def test_tokens_that_were_observed_in_time_keep_their_codes() -> None:
-    assert known(observed((100, 64), (130, 64), (200, 128))) == list(range(200))
+def test_tokens_observed_before_eviction_keep_their_codes() -> None:
+    assert known_positions(observe((100, 64), (130, 64), (200, 128))) == list(range(200))
 
 
-def test_only_tokens_between_two_observations_are_lost() -> None:
-    copy = observed((80, 64), (150, 128), (160, 128), (250, 192))
+def test_tokens_evicted_between_two_observations_are_lost() -> None:
+    copy = observe((80, 64), (150, 128), (160, 128), (250, 192))
     assert copy.evicted == ((80, 128), (160, 192))
-    assert known(copy) == [*range(80), *range(128, 160), *range(192, 250)]
+    assert known_positions(copy) == [*range(80), *range(128, 160), *range(192, 250)]
 
 
-def test_sinks_that_came_after_the_first_observation_are_known() -> None:
-    copy = observed((63, 64), (200, 128))
+def test_a_sink_token_after_the_first_observation_is_known() -> None:
+    copy = observe((63, 64), (200, 128))
     assert copy.evicted == ((64, 128),)
-    assert known(copy) == [*range(64), *range(128, 200)]
+    assert known_positions(copy) == [*range(64), *range(128, 200)]

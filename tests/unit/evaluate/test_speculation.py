@@ -1,4 +1,4 @@
-"""Acceptance of speculative decoding, counted from answers like in real speculation, and judged."""
+"""The acceptance length of speculative decoding: counted from answers, as in real speculation, and judged."""
 
 import random
 from collections.abc import Sequence
@@ -20,35 +20,35 @@ from stages.workloads.config import DRAFT_TOKENS
 
 
 def test_prompt_lookup_accepts_earlier_continuations() -> None:
-    """Passes yield 3 and 8 without a draft that fits, then 3 4, then 5 6 9, and the last token needs no draft."""
+    """The five passes yield 3, then 8, then 3 4, then 5 6 9, then 1."""
     assert lookup_passes([1, 2, 3, 4, 5, 6, 7, 8], [3, 8, 3, 4, 5, 6, 9, 1]) == 5
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_one_forced_pass_counts_a_drafts_own_continuations(seed: int) -> None:
+def test_one_forced_pass_counts_like_stepwise_drafting(seed: int) -> None:
     rng = random.Random(seed)
     prompt, answer = ([rng.randint(1, 2) for _ in range(rng.randint(1, 40))] for _ in range(2))
 
     def likely(text: Sequence[int]) -> int:
-        """A draft that is right about half of the time, and whose next token depends on all of its previous tokens."""
+        """A draft that is right about half of the time. Its next token depends on all previous tokens."""
         return random.Random(str(text)).randint(1, 2)
 
     def forced(tokens: list[int], first: int) -> torch.Tensor:
         greedy = [likely(tokens[: end + 1]) for end in range(first, len(tokens))]
         return torch.nn.functional.one_hot(torch.tensor(greedy))
 
-    def continue_by_itself(place: int) -> list[int]:
+    def draft_stepwise(place: int) -> list[int]:
         text = [*prompt, *answer[:place]]
         for _ in range(DRAFT_TOKENS):
             text.append(likely(text))
         return text[-DRAFT_TOKENS:]
 
     draft: Any = SimpleNamespace(vocab_size=3, forced=forced)
-    assert draft_passes(draft, prompt, answer) == count_passes(answer, continue_by_itself)
+    assert draft_passes(draft, prompt, answer) == count_passes(answer, draft_stepwise)
 
 
 class EchoDraft:
-    """A draft checkpoint that expects each token again."""
+    """A draft checkpoint that predicts the latest token again."""
 
     vocab_size = 128
 
@@ -67,25 +67,25 @@ def test_drafts_end_at_tokens_without_an_embedding_in_the_draft() -> None:
     assert draft_tokens(draft, [1, 128], [3, 4]) == []
 
 
-def test_answers_of_both_engines_are_counted_in_the_report(tmp_path: Path) -> None:
+def test_the_report_counts_the_passes_of_both_engines_answers(tmp_path: Path) -> None:
     settings, tokenizer = brief_workloads(speculation={}), CharTokenizer()
     before, after = tmp_path / "before", tmp_path / "after"
     measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
     evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
-    written, rows = load_report(after), load_rows(after)
+    report, rows = load_report(after), load_rows(after)
     assert {len(row.acceptance) for row in rows if not row.judged} == {0}
     for sample, row in zip(SAMPLES, rows, strict=True):
         if row.judged:
-            said, counts = [*tokenizer.text_ids(sample.reference), tokenizer.end], row.acceptance["lookup"]
-            passes = lookup_passes(tokenizer.prompt_ids(sample), said)
-            assert (counts.baseline_tokens, counts.baseline_passes) == (len(said), passes)
+            answer, counts = [*tokenizer.text_ids(sample.reference), tokenizer.end], row.acceptance["lookup"]
+            passes = lookup_passes(tokenizer.prompt_ids(sample), answer)
+            assert (counts.baseline_tokens, counts.baseline_passes) == (len(answer), passes)
             assert (counts.candidate_tokens == counts.baseline_tokens) == (row.id != "copy-3")
     counted = [row.acceptance["lookup"] for row in rows if row.judged]
     lengths = sum(c.baseline_tokens for c in counted) / sum(c.baseline_passes for c in counted)
-    assert written.metrics["quality/acceptance_lookup_baseline"] == pytest.approx(lengths)
-    assert "quality/find/acceptance_lookup_candidate" in written.metrics
-    assert written.drafters == ["lookup"]
-    lines = [check for check in decide(written, rows, GATES).checks if check.gate == "max_acceptance_loss"]
+    assert report.metrics["quality/acceptance_lookup_baseline"] == pytest.approx(lengths)
+    assert "quality/find/acceptance_lookup_candidate" in report.metrics
+    assert report.drafters == ["lookup"]
+    lines = [check for check in decide(report, rows, GATES).checks if check.gate == "max_acceptance_loss"]
     assert [(line.where, line.status) for line in lines] == [
         ("copy, drafts by lookup", "PASS"), ("find, drafts by lookup", "PASS"),
     ]  # fmt: skip

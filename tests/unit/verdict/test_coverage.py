@@ -10,7 +10,7 @@ from helpers.verdicts.engine_records import SOUND_ENGINE, compared, conformance,
 from helpers.verdicts.reports import every_class, lines, report, verdict
 
 from stages.core.records import Sample
-from stages.evaluate.decoding.batches import Greedy
+from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
@@ -29,7 +29,7 @@ SAMPLES = [
 
 def exercised() -> Exercised:
     items = encode(SAMPLES, CharTokenizer(), 9)
-    events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy((EOS,), 4))
+    events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, StoppingCriteria((EOS,), 4))
     return Exercised.merged([event.trace for event in events if isinstance(event, SampleResult)])
 
 
@@ -45,12 +45,12 @@ def test_decoding_records_lengths_batches_and_forks() -> None:
 def test_free_answers_that_contradict_forced_decode_are_reported() -> None:
     engine = fake_engine(SAMPLES)
     items = encode(SAMPLES, CharTokenizer(), 9)
-    sound = free_answers(engine, items, 2, Greedy((EOS,), 4))
+    sound = free_answers(engine, items, 2, StoppingCriteria((EOS,), 4))
     assert (sound.samples, sound.contradictions) == (3, [])
     assert engine.live == 0
     generate = engine.generate
     engine.generate = lambda *args, **options: [[*answer[:1], 7, *answer[2:]] for answer in generate(*args, **options)]  # type: ignore[method-assign]
-    contradictions = free_answers(engine, items, 2, Greedy((EOS,), 4)).contradictions
+    contradictions = free_answers(engine, items, 2, StoppingCriteria((EOS,), 4)).contradictions
     assert len(contradictions) == 3
     assert contradictions[0].startswith("sample short: token 1 of generate is 7, which forced decode finds")
 
@@ -64,9 +64,9 @@ def test_free_answers_that_equal_the_decoded_answers_are_not_forced() -> None:
         patch.object(engine, "generate", lambda *_, **__: answers),
         patch.object(engine, "decode", Mock(wraps=engine.decode)) as decode,
     ):
-        assert not free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=answers).contradictions
+        assert not free_answers(engine, items, 2, StoppingCriteria((EOS,), 4), decoded=answers).contradictions
         assert not decode.called
-        free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=[other, None, answers[2]])
+        free_answers(engine, items, 2, StoppingCriteria((EOS,), 4), decoded=[other, None, answers[2]])
     first_step = decode.call_args_list[0].args[1]
     assert first_step == [answers[0][0], answers[1][0]], "only the first differs, and the second was not decoded"
 

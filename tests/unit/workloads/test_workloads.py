@@ -14,7 +14,7 @@ from pipeline.config.compose import plan
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import CannotBeJudged
 from stages.core.records import Sample
-from stages.evaluate.decoding.rows import Answer
+from stages.evaluate.decoding.rows import JudgedAnswer
 from stages.evaluate.decoding.stored import Round, require_able
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.checks import judge
@@ -110,12 +110,12 @@ def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     samples = [Sample(id=f"q{i}", workload="own", reference="It is 7.", messages=(turn,)) for i in range(60)]
     encoded, steps = [EncodedSample(sample, (1, 2), (3,)) for sample in samples], StepStatistics.empty(1)
     steps.baseline_nll[:] = -math.log(0.004)
-    answers = {sample.id: Answer("Seven.\x1b" + "so " * 99, correct=sample.id == "q0") for sample in samples}
+    answers = {sample.id: JudgedAnswer("Seven.\x1b" + "so " * 99, correct=sample.id == "q0") for sample in samples}
     measured = Round.model_construct(answers=answers, statistics=dict.fromkeys(answers, steps))
     with pytest.raises(CannotBeJudged) as refusal:
         require_able(encoded, measured, 0.02)
     assert str(refusal.value) == (
-        "FP16 itself answers 1 of 60 questions of own (0.4 % probable in the mean): this kind of work cannot be judged, and "
+        "FP16 itself answers 1 of 60 questions of own (mean probability 0.4 %): this workload cannot be judged, and "
         "no candidate was run"
     )
     assert (refusal.value.weak, refusal.value.able, len(refusal.value.wrong)) == (["own"], [], 3)
