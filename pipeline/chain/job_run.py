@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli.progress import show_progress
-from pipeline.config.config import Config
-from pipeline.config.tracking import Tracking
+from pipeline.config.config import Config, Tracking
 from pipeline.evidence.reading import identities
 from pipeline.evidence.verify import registered_engine
 from pipeline.registry.promotion import Engines

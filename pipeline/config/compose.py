@@ -142,7 +142,7 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
             with _explained(overrides):
                 planned = _planned(parsed, multirun, parser)
         except UserError as error:
-            raise UserError("\n".join([*problems, str(error)])) from error
+            problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
     for job, name in zip(planned.jobs, planned.names, strict=True):
@@ -239,17 +239,11 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model."""
     composed = _composed(overrides)
-    open_groups = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
-    if (
-        open_groups
-        and STAGES.get(composed.get("stage"), StageFacts()).makes
-        and not is_tiny(str(OmegaConf.select(composed, "model.path")))
-    ):
-        suiting = [f"{group}={SUITING[group][1]}" for group in open_groups]
-        overrides = [
-            *(override for override in overrides if override not in [f"{group}={AUTO}" for group in open_groups]),
-            *suiting,
-        ]
+    groups = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
+    makes = STAGES.get(composed.get("stage"), StageFacts()).makes
+    if groups and makes and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
+        others = [override for override in overrides if override not in [f"{group}={AUTO}" for group in groups]]
+        overrides = [*others, *(f"{group}={SUITING[group][1]}" for group in groups)]
         composed = _composed(overrides)
     return overrides, composed
 

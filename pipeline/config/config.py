@@ -3,18 +3,17 @@
 from functools import reduce
 from operator import attrgetter, or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from pipeline.config.override_syntax import written
-from pipeline.config.routing import MonitorConfig, RoutingConfig
 from pipeline.config.signing import SigningConfig
 from pipeline.config.stages import STAGES, Stage, StageFacts
-from pipeline.config.tracking import Tracking
 from stages.checkpoints.places import checkpoint_label
 from stages.core.files import ARTIFACTS
-from stages.core.strict import PathText, StrictModel, absolute_path
+from stages.core.redaction import holds_secret
+from stages.core.strict import CONTROLS, PathText, StrictModel, absolute_path
 from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.tune_records import TuneConfig
 from stages.planning.use import CapacityConfig
@@ -86,6 +85,77 @@ class PromoteConfig(StrictModel):
     belongs to an unfinished sweep."""
     sweep: Text | None
     """Sweep whose candidates are considered; null takes the last sweep with a candidate."""
+
+
+ENVIRONMENT = "MLFLOW_TRACKING_URI"
+"""Variable with the store's address, for `uri=null`."""
+
+
+class Tracking(StrictModel):
+    """MLflow tracking and registry."""
+
+    enabled: bool = True
+    """Whether runs and engines are logged. An engine that is not logged can neither be registered nor promoted."""
+    uri: Annotated[str, Field(min_length=1)] | None = None
+    """Database URI or server address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory if that is not set."""
+    experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{CONTROLS}]+$")] = "kvgate"
+    """Name of the MLflow experiment."""
+    model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^/:{CONTROLS}]+$")] | None = None
+    """Name of the registered model; null means `kvgate-<model>`."""
+    log_bundle: bool | None = None
+    """Whether the registry gets a copy of the whole bundle; null means only if the store is SQLite on this machine."""
+    timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30
+    """Maximum seconds to wait for an answer of the store, or for another process to unlock it."""
+
+    @model_validator(mode="after")
+    def _keeps_secrets_out(self) -> Self:
+        # Configurations are printed, stored with sweeps and logged.
+        if self.uri is not None and holds_secret(self.uri):
+            raise ValueError(f"uri must not hold a password; set {ENVIRONMENT} in the environment instead")
+        return self
+
+
+PREVIOUS = "-previous"
+"""Ending of the alias of a route's previous engine. No class name may have this ending."""
+
+
+def _is_no_other_alias(name: str) -> str:
+    if name.endswith(PREVIOUS):
+        raise ValueError(f"must not end with {PREVIOUS}, which routes call their way back")
+    return name
+
+
+def _number_as_text(name: Any) -> Any:
+    return str(name) if type(name) is int else name  # `retrieval: 3` is a version
+
+
+ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
+EngineName = Annotated[str, BeforeValidator(_number_as_text), StringConstraints(min_length=1, max_length=200)]
+Part = Annotated[float, Field(gt=0, lt=1)]
+
+
+class RoutingConfig(StrictModel):
+    """The action of stage=route: set routes, or move a route back."""
+
+    routes: Annotated[dict[ClassName, EngineName], Field(min_length=1)] | None
+    """Class of work -> its engine: the name of a registered candidate, or a version's number."""
+    rollback: Annotated[str, Field(min_length=1)] | None
+    """Class of work whose route moves back to its previous engine."""
+
+
+class MonitorConfig(StrictModel):
+    """The snapshot of stage=monitor, and the limits that break a monitor."""
+
+    snapshot: PathText | None
+    """Counts of a serving fleet by class of work, a JSON file."""
+    min_within_limit: Part
+    """Minimum share of requests that take at most `limit_ms`."""
+    min_json_validity: Part
+    """Minimum share of answers that are valid JSON."""
+    min_canary_accuracy: Part
+    """Minimum share of right answers to questions with known answers in the traffic."""
+    max_live_share: Annotated[float, Field(gt=0, le=1)]
+    """Maximum share of live tokens among the tokens that fit. A larger share is memory pressure."""
 
 
 class PruneConfig(StrictModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AwareDatetime, Field, StringConstraints, ValidationError, model_validator
 
-from pipeline.config.routing import ClassName, MonitorConfig
+from pipeline.config.config import ClassName, MonitorConfig
 from stages.core.errors import UserError
 from stages.core.strict import StrictModel, Unreadable, absolute_path, first_problem, parse_json, read_file
 

@@ -10,7 +10,7 @@ work directory (with a server), but no other hosts.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.config.routing import PREVIOUS
+from pipeline.config.config import PREVIOUS
 from pipeline.registry.tracking import CHAMPION, RegisteredModel
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, get_args
 
-from pipeline.config.routing import MonitorConfig
+from pipeline.config.config import MonitorConfig
 from pipeline.registry.monitors import Reading, Snapshot, quality_holds, read_monitors, read_snapshot
 from pipeline.registry.moves import Move, make_moves, route_back, route_of
 from pipeline.registry.promotion import Engines, RegisteredEngine, live_tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
-from pipeline.config.tracking import ENVIRONMENT, Tracking
+from pipeline.config.config import ENVIRONMENT, Tracking
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, redact_text
 from stages.core.strict import absolute_path

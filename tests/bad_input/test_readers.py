@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from bad_input.makers import CONFIG, checkpoint, safetensors, shapes
-from pipeline.config.routing import MonitorConfig
+from pipeline.config.config import MonitorConfig
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
 from pipeline.registry.monitors import read_snapshot

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from helpers.registry.candidates import candidate_in, judged_candidate
 from helpers.registry.stores import make_artifact
-from pipeline.config.tracking import ENVIRONMENT, Tracking
+from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate

@@ -21,8 +21,7 @@ from rich.filesize import decimal
 
 from pipeline.cli.prune import PrunePlan, make_plan, remove
 from pipeline.cli.status import show_status
-from pipeline.config.config import Config
-from pipeline.config.tracking import ENVIRONMENT, Tracking
+from pipeline.config.config import ENVIRONMENT, Config, Tracking
 from pipeline.evidence.identity import read_identity
 from pipeline.evidence.retention import Piece, distinct_bytes, take_inventory, walk
 from pipeline.registry import summary

@@ -11,7 +11,7 @@ import pytest
 from helpers.registry.candidates import MemoryRegistry
 
 from pipeline.config.compose import plan
-from pipeline.config.routing import MonitorConfig
+from pipeline.config.config import MonitorConfig
 from pipeline.registry.monitors import (
     MONITOR_ALPHA,
     ClassSnapshot,

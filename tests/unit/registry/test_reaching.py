@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.refusals import refused
 
-from pipeline.config.tracking import ENVIRONMENT, Tracking
+from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry import reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.reaching import check_reachable

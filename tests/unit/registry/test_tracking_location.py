@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.chain.job_run import open_store
-from pipeline.config.tracking import ENVIRONMENT, Tracking
+from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry.tracking import Location, compare_url, locate, server_command
 from stages.core.errors import UserError
 

@@ -11,7 +11,7 @@ from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import row
 
 from pipeline.chain.job_run import open_store
-from pipeline.config.tracking import Tracking
+from pipeline.config.config import Tracking
 from pipeline.registry.mlflow_store import LOCK, MlflowStore, path_of
 from pipeline.registry.run_content import COLOURS
 from pipeline.registry.tracking import Version, locate
