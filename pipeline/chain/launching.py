@@ -25,8 +25,8 @@ from omegaconf import DictConfig
 
 from pipeline.cli.progress import show_progress
 from pipeline.config.compose import Plan, initialized
-from pipeline.config.launchers import install
 from pipeline.config.override_syntax import is_hydras
+from pipeline.config.overrides import install
 from stages.core.errors import MissingRequirement, Refusal, UserError, short
 
 T = TypeVar("T")

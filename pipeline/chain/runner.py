@@ -22,7 +22,7 @@ from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
-from pipeline.config.launchers import BASIC, LOGS
+from pipeline.config.overrides import BASIC, LOGS
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.store.store import used

@@ -24,21 +24,25 @@ from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
 from pipeline.config import CONF
 from pipeline.config.config import Config
-from pipeline.config.explain import explain_hydra, explain_validation
-from pipeline.config.launchers import BASIC, check_installed, refuse_code
+from pipeline.config.explain import explain_validation
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
+    BASIC,
     LAUNCHER,
+    LAUNCHER_KEYS,
     MAX_JOBS,
     OPTION,
     SEARCHPATH,
     as_text,
+    check_installed,
     problem_of,
     readable,
+    refuse_code,
     searching,
 )
 from pipeline.config.policies import check_name
@@ -57,6 +61,8 @@ ConfigStore.instance().store("policy", _OPTIONAL)
 
 TRACKING_URI = "tracking.uri"
 MAX_DIGITS = 1000
+MAX_SHOWN_CHARACTERS = 400
+"""Maximum characters of a command in a message."""
 MAX_KEY, MAX_VALUE = 200, 1 << 15
 """Maximum characters of a key and of its value."""
 
@@ -168,11 +174,20 @@ def _refuse_override(override: str) -> None:
 
 @contextmanager
 def _explained(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn an error of Hydra's parser or composition into a UserError of one line."""
+    """Turn an error of Hydra's parser or composition, whose own text is for developers, into a UserError of one line."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain_hydra(error, overrides)) from error
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        key, problem = str(getattr(cause, "full_key", None) or ""), str(cause).splitlines()[0]
+        if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
+            fix = f"the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
+            raise UserError(f"{key}: {fix}") from error
+        if key:
+            raise UserError(f"{key}: {problem}; give another value") from error
+        command = short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
+        problem = str(error).splitlines()[0]
+        raise UserError(f"{command}: {problem}; write KEY=VALUE with a key and an option that exist") from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
         raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deeply; use fewer levels") from None

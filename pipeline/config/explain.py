@@ -1,4 +1,4 @@
-"""Error messages for configurations, one line per problem, since the texts of Hydra and pydantic are for developers."""
+"""Error messages for configurations, one line per problem, since the texts of pydantic are for developers."""
 
 import re
 from collections.abc import Sequence
@@ -7,17 +7,11 @@ from itertools import accumulate
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
-from pipeline.config.launchers import LAUNCHER_KEYS
 from stages.core.errors import short
-from stages.core.redaction import leaves, redact_text
+from stages.core.redaction import leaves
 from stages.engines.config import backend_configs
-
-MAX_SHOWN_CHARACTERS = 400
-"""Maximum characters of a command in a message."""
 
 
 def explain_validation(error: ValidationError, composed: DictConfig) -> list[str]:
@@ -78,15 +72,3 @@ def suggest(value: str, choices: Sequence[str]) -> str:
     if close:
         return f", did you mean {close[0]}?"
     return f"; choose one of {', '.join(choices)}" if choices else ""
-
-
-def explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
-    """Return a line about an error of Hydra's composition, whose own text is written for developers."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = str(getattr(cause, "full_key", None) or "")
-    if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
-        return f"{key}: the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
-    if key:
-        return f"{key}: {str(cause).splitlines()[0]}; give another value"
-    command = short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
-    return f"{command}: {str(error).splitlines()[0]}; write KEY=VALUE with a key and an option that exist"

@@ -1,23 +1,31 @@
-"""Checks of command-line overrides before composition, and of compositions for code that Hydra would run."""
+"""Checks of command-line overrides before composition, of launchers, and of compositions for code that Hydra would run.
+
+A sweep's launcher may be any installed Hydra plugin. A launcher's configuration can name code and shell commands (`_target_`,
+`setup`). Therefore `_target_` is always the plugin's own, and other keys come from the command line, never from files of
+--config-dir.
+"""
 
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 import yaml
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.core.plugins import Plugins
 from hydra.errors import OverrideParseException
+from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config import CONF, launchers
+from pipeline.config import CONF
 from pipeline.config.explain import suggest
-from pipeline.config.launchers import LAUNCHER_KEYS
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of, quoted, written
-from stages.core.errors import UserError, short
-from stages.core.redaction import redact_text
+from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.redaction import leaves, redact_text
 from stages.core.strict import Unreadable, read_file
 
 MAX_BYTES, MAX_DEPTH = 1_000_000, 100
@@ -31,6 +39,18 @@ SHARED = re.compile("workdir$|log$|dry$|tracking")
 """Keys whose values all jobs of a sweep share: the work directory, the output, and the registry."""
 SEARCHPATH = "hydra.searchpath"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
+LAUNCHER_KEYS = "hydra.launcher."
+BASIC = "basic"
+"""Hydra's launcher that runs the jobs sequentially in this process."""
+NO_NUMBER = (
+    "a job ends with a verdict, not with a number to minimize; search formats with stage=tune, or list the candidates, "
+    "as in -m kv=fp8,int8"
+)
+"""Reason why other sweepers are refused, and the alternative."""
+EXTRAS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit", "ray": "ray"}
+"""Launcher -> kvgate's extra that installs it; the extra has the name of the library."""
+LOGS = "sweep/.submitit"
+"""Folder inside the work directory for the output of submitit's jobs."""
 PROMPT_LOOKUP = "workloads.speculation"
 """The only key that may be an empty dict: it enables prompt lookup."""
 
@@ -124,10 +144,10 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
 def _hydra_problem(override: Override, line: str) -> str | None:
     key, value = override.key_or_group, override.value()
     if key == SWEEPER:
-        return f"{line}: {launchers.NO_NUMBER}"
+        return f"{line}: {NO_NUMBER}"
     plain = not override.is_sweep_override() and not override.is_delete() and override.package is None
     if key == LAUNCHER and plain:
-        launchers.check_installed(value)
+        check_installed(value)
         return None
     if key.startswith(LAUNCHER_KEYS) and "_target_" not in line and plain:
         return None
@@ -155,3 +175,39 @@ def _check_option(path: Path, folder: Path) -> None:
                 raise Unreadable(f"nested more than {MAX_DEPTH} deep")
     except (ValueError, OverflowError, yaml.YAMLError) as error:  # not UTF-8, or "\UFFFFFFFF"
         raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())}); correct it") from None
+
+
+def installed() -> list[str]:
+    """Return the names of the launchers that Hydra finds."""
+    Plugins.instance()  # loads the plugins, which store their configurations
+    names = [name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")]
+    return sorted(name for name in names if name not in EXTRAS or find_spec(EXTRAS[name]) is not None)
+
+
+def install(name: str) -> str:
+    return f"pip install 'kvgate[{EXTRAS[name]}]'"
+
+
+def check_installed(name: object) -> None:
+    """Raise MissingRequirement if a launcher's plugin is not installed, UserError if the name is unknown."""
+    if name in installed():
+        return
+    if isinstance(name, str) and name in EXTRAS:
+        raise MissingRequirement(f"hydra/launcher={name}: not installed; {install(name)}")
+    raise UserError(f"hydra/launcher={short(str(name))}: no such launcher; choose one of {', '.join(installed())}")
+
+
+NOT_CODE = re.compile(r"(runtime|overrides|searchpath|mode|job\.(name|override_dirname)|sweeper\.params)\b")
+"""Keys below `hydra` that differ between compositions without harm."""
+
+
+def refuse_code(hydra: DictConfig, shipped: DictConfig) -> None:
+    """Refuse what files of --config-dir set below `hydra`: Hydra would import and call it, or a launcher would run it.
+
+    `shipped` is the same node composed without these files. Interpolations are not resolved.
+    """
+    composed, expected = (dict(leaves(OmegaConf.to_container(node))) for node in (hydra, shipped))
+    for key in {**expected, **composed}:
+        if not NOT_CODE.match(key) and composed.get(key) != expected.get(key):
+            fix = "give it on the command line, or leave it out" if key.startswith("launcher.") else "leave it out"
+            raise UserError(f"hydra.{key}: is set by a file, and could name code; {fix}")
