@@ -18,6 +18,7 @@ Workload = Literal[
 chat model."""
 
 PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
+"""Workloads about pages of text, whose answers are single lines."""
 
 LONG = "long_"
 """Prefix of the workloads of `workloads.lengths`, followed by the length in tokens."""
@@ -25,7 +26,7 @@ LONG_DOCUMENTS, LONG_QUESTIONS = 15, 7
 """Default number of documents per length, which is the default of `gates.min_samples`; number of questions per document."""
 
 MIN_FULL_POOL = 8
-"""Minimum number of requests that are sent into a pool of a third of their pages."""
+"""Minimum requests of the full-pool test."""
 
 WARMUP_STEPS = 2
 """Untimed decode steps at the start of a load."""
@@ -38,10 +39,7 @@ DRAFT_TOKENS = 5
 CONTROL_FACTOR = 0.1
 """Factor of the must-fail control for every key scale."""
 CONTROL_SAMPLES = 8
-"""Samples of the must-fail control.
-
-Some answers stand in tokens that the cache keeps exact. Such samples lose nothing, so a control of two samples could pass.
-"""
+"""Samples of the must-fail control. Two are too few, because a sample loses nothing if its answer's tokens are kept exact."""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -66,7 +64,6 @@ class LoadConfig(StrictModel):
 GSM8K_PROBLEMS = 1319
 """Number of problems in the test set."""
 
-
 MIN_STRESS_TOKENS = 128
 MIN_SHARE = 1 / 4
 """Minimum share of the stress test's random walk, free answers and repetitions that runs with few own questions."""
@@ -84,21 +81,21 @@ class StressTestConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests of the burst, which is sent twice; a fifth are long, and the second time a third have other tokens. Two pairs of
-    short requests are repeated in turn, twice per request of the burst. The engine is idle once for 0.02 s per request."""
+    """Requests of the burst, which is sent twice. A fifth are long, and the second time a third have other tokens. Per request,
+    two pairs of short requests are also repeated twice, and the engine is idle for 0.02 s."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 
     def limited(self, longest: int) -> "StressTestConfig":
-        """Return the limits with sequences up to a page more than the longest question, in whole pages.
+        """Return the limits with `max_tokens` at most one page above `longest`, the longest question in whole pages.
 
-        The reference engine needs time for every token, and a verdict covers no longer sequences than the questions.
+        Longer sequences would only cost time, because a verdict covers no longer sequences than the questions.
         """
         most = max(MIN_STRESS_TOKENS, whole_pages(longest) + PAGE_TOKENS)
         return self.model_copy(update={"max_tokens": min(self.max_tokens, most)})
 
     def tokens(self, longest: int, claimed: int, largest: int, share: float = 1.0) -> int:
-        """Return about how many tokens the engine is fed and the reference engine replays, as measured with all scenarios.
+        """Estimate the tokens that the engine is fed and the reference engine replays, by a fit to measurements.
 
         Args:
             longest: Tokens of the longest sequence.
@@ -113,8 +110,8 @@ class StressTestConfig(StrictModel):
     def share(self, own: int | None, longest: int, claimed: int, largest: int) -> float:
         """Return the share of the random walk, free answers and repetitions that runs.
 
-        It is lowered so that the test does not outweigh the user's own questions, which have `own` tokens in total, but is at
-        least MIN_SHARE. For generated questions, `own` is None and the whole test runs. `tokens` has the other arguments.
+        The test should not take longer than the user's own questions, which have `own` tokens in total, but the share is at
+        least MIN_SHARE. If `own` is None (generated questions), the whole test runs. See `tokens` for the other arguments.
         """
         return 1.0 if own is None else min(1.0, max(MIN_SHARE, own / self.tokens(longest, claimed, largest)))
 
@@ -136,17 +133,20 @@ class SpeculationConfig(StrictModel):
 
 
 def more_documents(needed: Mapping[str, int]) -> list[str]:
-    """Return the override that asks these numbers of questions by workload, if some of the workloads are lengths."""
+    """Return the override that asks the `needed` questions of the workloads of `lengths`; empty if there are none."""
     counts = [count for name, count in needed.items() if name.startswith(LONG)]
     return [f"workloads.length_documents={-(-max(counts) // LONG_QUESTIONS)}"] if counts else []
 
 
 class MoreQuestions(NamedTuple):
-    """Overrides for more generated questions, whether the user's own are too few, and the largest number of a workload."""
+    """Advice on how to ask more questions."""
 
     overrides: list[str]
+    """Overrides for more generated questions."""
     own_too_few: bool
+    """Whether the user has to write more questions."""
     largest: int
+    """Largest number of questions of a workload."""
 
 
 def long_cost(length: int) -> str:
@@ -200,7 +200,7 @@ class WorkloadsConfig(StrictModel):
 
     @property
     def answers_are_lines(self) -> bool:
-        """Whether every answer is one line, as in the workloads about pages; then a line end ends answers to few-shot text."""
+        """Whether every answer is one line. If so, a newline ends the answers of a model without a chat template."""
         asked = {name for name, count in self.samples.items() if count}
         return asked <= PAGES and self.jsonl is None and not self.gsm8k
 
@@ -249,7 +249,7 @@ class WorkloadsConfig(StrictModel):
         if len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths must be different, got {self.lengths}; give each length once")
         if self.documents is not None and (self.jsonl is not None or not self.lengths):
-            raise ValueError("documents: are cut to workloads.lengths, without workloads.jsonl; give lengths, and no jsonl")
+            raise ValueError("documents: needs workloads.lengths and excludes workloads.jsonl; give lengths, and no jsonl")
         if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k and not self.lengths:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins

@@ -1,4 +1,4 @@
-"""Types and functions that workloads share: sample slots with their random generators, messages, JSON answers, word lists."""
+"""Shared by the workloads: the slot of a sample with its random generator, messages, JSON answers and word lists."""
 
 import json
 import random
@@ -24,9 +24,9 @@ class Slot:
         return f"{self.workload}-{self.index:04d}"
 
     def rng(self, name: str = "") -> random.Random:
-        """Return this sample's random generator, or with `name` a generator that all workloads share for this index.
+        """Return this sample's random generator. If `name` is given, all workloads share the generator of an index.
 
-        Its seed is a text of split, workload (or `name`), seed and index, so that different samples never share a generator.
+        The generator is seeded with the text of split, workload (or `name`), seed and index, so that samples never share one.
         """
         return random.Random(f"{self.split}:{name or self.workload}:{self.seed}:{self.index}")
 

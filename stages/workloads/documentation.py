@@ -19,14 +19,14 @@ PAGE_CHARACTERS = 1400
 """Minimum characters per page: about 330 tokens of a model with a vocabulary of 50,000."""
 SPLITS: tuple[Split, ...] = ("evaluation", "calibration", "train")
 MIN_PARAGRAPH = 100
-_TYPESET = str.maketrans({"’": "'", "“": '"', "”": '"', "…": "...", "—": "-", "–": "-"})
+_TO_ASCII = str.maketrans({"’": "'", "“": '"', "”": '"', "…": "...", "—": "-", "–": "-"})
 
 
 def _prose(block: str) -> str | None:
     """Return a block as one line if it is a paragraph of prose; None for headings, grammar, lists and code."""
     lines = block.split("\n")
     indents = {len(line) - len(line.lstrip()) for line in lines}
-    text = " ".join(block.split()).translate(_TYPESET)
+    text = " ".join(block.split()).translate(_TO_ASCII)
     prose = len(indents) == 1 and re.match("[A-Z]", text) and text.endswith(".") and len(text) >= MIN_PARAGRAPH
     return text if prose and "::=" not in text and ">>>" not in text else None
 
@@ -45,7 +45,7 @@ def _pages() -> tuple[tuple[str, ...], ...]:
 
 
 def pages(split: Split) -> tuple[tuple[str, ...], ...]:
-    """Return the pages of a split as lists of paragraphs, in the order of the topics' names."""
+    """Return the pages of a split, each a tuple of paragraphs, in the order of the topics' names."""
     return _pages()[SPLITS.index(split) :: len(SPLITS)]
 
 
@@ -58,8 +58,8 @@ def excerpt(slot: Slot) -> Sample:
     if slot.index >= len(order):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UserError(
-            f"documentation: Python {version} has {len(order)} pages of it for {slot.split}, and page {slot.index + 1} was "
-            "asked for; ask for fewer (workloads.samples.documentation, calibration.samples)"
+            f"documentation: Python {version} has {len(order)} pages for {slot.split}, no page {slot.index + 1}; ask for fewer "
+            "(workloads.samples.documentation, calibration.samples)"
         )
     random.Random(f"{slot.split}:documentation:{slot.seed}").shuffle(order)
     text = " ".join(order[slot.index])

@@ -1,8 +1,8 @@
 """Documents of plain sentences, and four kinds of questions about each document, for small chat models.
 
-A model of 135M parameters answers by repeating the sentence that begins like the question, if examples show it how. Therefore
-every fact is a sentence ("The code of the attic is 6466."), every question uses the sentence's words, and worked questions of
-several kinds come first. With fewer worked questions the model repeats a worked answer. The remaining errors are confusions of
+If few-shot examples show how, a model of 135M parameters answers by repeating the sentence that begins like the question.
+Therefore every fact is a sentence ("The code of the attic is 6466."), every question uses the sentence's words, and examples of
+several kinds come first. With fewer examples the model repeats the answer of an example. The remaining errors are confusions of
 similar facts, so a document with more similar sentences is more difficult. All questions about a document begin with the same
 messages, which an engine can prefill once.
 """
@@ -25,8 +25,8 @@ PLACES = words("gate safe cabin garage office attic kitchen tower")
 VEHICLES = words("car bus boat bike truck van ship plane")
 COLOURS = words("red blue green yellow white black brown purple")
 WARES = words("lamp clock table chair mirror bottle basket piano")
-"""Common words, because a small model confuses rare names of several tokens more often. No word is in two lists, so that a
-sentence about one thing never mentions another."""
+"""Common words, because a small model confuses rare names of several tokens more often. No word is in two lists, so that no
+sentence mentions the subject of another."""
 QUOTE_WORDS = (6, 14)
 """Minimum and maximum words of a quoted sentence."""
 PLAIN = re.compile(r"[A-Z][A-Za-z ,;:'-]+\.")
@@ -44,7 +44,7 @@ class Size:
     stated: int
     """Facts per kind in SINGLE that the user states after the document."""
     between: int
-    """Questions about the document between the user's facts and the question about such a fact."""
+    """Questions about the document before the question about a fact that the user stated."""
 
 
 SIZES = {
@@ -57,22 +57,22 @@ Draw = Callable[[random.Random, int], list[str]]
 """Function that draws the given number of different texts."""
 
 
-def _from(names: list[str]) -> Draw:
+def _draw_from(names: list[str]) -> Draw:
     return lambda rng, count: rng.sample(names, count)
 
 
-def _numbers(low: int, high: int) -> Draw:
+def _draw_numbers(low: int, high: int) -> Draw:
     return lambda rng, count: [str(number) for number in rng.sample(range(low, high), count)]
 
 
 SINGLE, DOUBLE = ("code", "home", "colour"), ("train", "ware")
 """Kinds of facts with one value, and with two."""
 DRAWS: dict[str, tuple[Draw, ...]] = {
-    "code": (_from(PLACES), _numbers(1000, 10_000)),
-    "home": (_from(RESIDENTS), _from(HOMES)),
-    "colour": (_from(VEHICLES), _from(COLOURS)),
-    "train": (_from(DESTINATIONS), _from(DAYS), _numbers(10, 100)),
-    "ware": (_from(WARES), _numbers(100, 1000), _numbers(10, 100)),
+    "code": (_draw_from(PLACES), _draw_numbers(1000, 10_000)),
+    "home": (_draw_from(RESIDENTS), _draw_from(HOMES)),
+    "colour": (_draw_from(VEHICLES), _draw_from(COLOURS)),
+    "train": (_draw_from(DESTINATIONS), _draw_from(DAYS), _draw_numbers(10, 100)),
+    "ware": (_draw_from(WARES), _draw_numbers(100, 1000), _draw_numbers(10, 100)),
 }
 """Kind of fact -> how its keys and its values are drawn."""
 SENTENCES = {
@@ -120,25 +120,25 @@ class Document:
     stated: list[Fact]
     """Facts that are not in the document; the user states them later."""
     difficulty: str
-    worked: list[Fact]
-    """Facts of the worked questions, one per kind in SINGLE."""
+    examples: list[Fact]
+    """Facts of the few-shot examples, one per kind in SINGLE."""
 
     @property
     def messages(self) -> list[Message]:
-        """The document and its worked questions: the common beginning of all conversations about the document."""
-        first, *more = self.worked
+        """The common beginning of all conversations about the document: its text, then the few-shot examples."""
+        first, *more = self.examples
         opening: Message = ("user", f"{self.text}\n\n{first.question}")
         return [opening, ("assistant", first.sentence), *(message for fact in more for message in fact.turns)]
 
-    def unasked(self, kinds: Sequence[str]) -> list[Fact]:
-        """Return the document's facts of the given kinds, except the facts of worked questions."""
-        return [fact for fact in self.facts if fact.kind in kinds and fact not in self.worked]
+    def candidates(self, kinds: Sequence[str]) -> list[Fact]:
+        """Return the document's facts of these kinds that no few-shot example uses."""
+        return [fact for fact in self.facts if fact.kind in kinds and fact not in self.examples]
 
-    def asking_for(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:
+    def sample_about(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:
         """Return a sample whose conversation ends with the question for a fact.
 
-        A wrong answer may mention the values of all other facts of the same kind. `depth` is the relative position of the
-        fact in the document, 0 to 1.
+        The values of all other facts of the same kind are distractors. `depth` is the relative position of the fact in the
+        document, 0 to 1.
         """
         distractors = (other for other in self.facts + self.stated + self.quotes if other.kind == fact.kind and other != fact)
         return Sample(
@@ -173,35 +173,35 @@ def make_document(slot: Slot) -> Document:
     size = SIZES[difficulty]
     by_kind = {kind: _facts(rng, kind, size.alike + size.stated * (kind in SINGLE)) for kind in DRAWS}
     facts = [fact for alike in by_kind.values() for fact in alike[: size.alike]]
-    worked = [by_kind[kind][0] for kind in SINGLE]
+    examples = [by_kind[kind][0] for kind in SINGLE]
     stated = [fact for alike in by_kind.values() for fact in alike[size.alike :]]
-    for facts_in_random_order in (facts, worked, stated):
-        rng.shuffle(facts_in_random_order)
+    for ordered in (facts, examples, stated):
+        rng.shuffle(ordered)
     sentences = _plain_sentences(paragraph for document in documentation.pages(slot.split) for paragraph in document)
     quoted = zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True)
     quotes = [Fact("quote", speaker, (sentence,)) for speaker, sentence in quoted]
     text = "\n".join([*(fact.sentence for fact in facts), "", *(quote.sentence for quote in quotes)])
-    return Document(slot, text, facts, quotes, stated, difficulty, worked)
+    return Document(slot, text, facts, quotes, stated, difficulty, examples)
 
 
 def lookup(slot: Slot) -> Sample:
     """Ask for one fact of the document, from the first, second or last third of its facts in turn."""
     document, third = make_document(slot), slot.index // len(DIFFICULTIES) % 3
-    facts = document.unasked(SINGLE)
+    facts = document.candidates(SINGLE)
     fact = slot.rng().choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
-    return document.asking_for(fact, document.messages, document.text.index(fact.sentence) / len(document.text))
+    return document.sample_about(fact, document.messages, document.text.index(fact.sentence) / len(document.text))
 
 
 def extraction(slot: Slot) -> Sample:
     """Ask for a fact with two values."""
     document = make_document(slot)
-    return document.asking_for(slot.rng().choice(document.unasked(DOUBLE)), document.messages)
+    return document.sample_about(slot.rng().choice(document.candidates(DOUBLE)), document.messages)
 
 
 def quotation(slot: Slot) -> Sample:
     """Ask for the sentence of a quoted speaker."""
     document = make_document(slot)
-    return document.asking_for(slot.rng().choice(document.quotes), document.messages)
+    return document.sample_about(slot.rng().choice(document.quotes), document.messages)
 
 
 def recall(slot: Slot) -> Sample:
@@ -214,10 +214,10 @@ def recall(slot: Slot) -> Sample:
         ("assistant", "I will remember it."),
     ]
     fact = rng.choice(document.stated)
-    facts = [other for other in document.unasked(SINGLE) if other.kind != fact.kind]
+    facts = [other for other in document.candidates(SINGLE) if other.kind != fact.kind]
     for between in rng.sample(facts, SIZES[document.difficulty].between):
         messages += between.turns
-    return document.asking_for(fact, messages)
+    return document.sample_about(fact, messages)
 
 
 QUESTIONS: dict[str, Callable[[Slot], Sample]] = {

@@ -34,5 +34,5 @@ def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> l
 
 @lru_cache(maxsize=4096)
 def _sample(slot: Slot) -> Sample:
-    """Return a sample. Cached, because a command needs the same sample to encode, replay and show it."""
+    """Return a sample. The cache helps commands that need the same samples to encode, to replay and to print them."""
     return WORKLOADS[slot.workload](slot)

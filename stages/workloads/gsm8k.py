@@ -1,7 +1,7 @@
 """Word problems of GSM8K's test set with step-by-step solutions, read from another package's data without running its code.
 
-Solutions annotate their calculations: `48/2 = <<48/2=24>>24 clips`. The forced text omits the annotations. The results behind
-the annotations and the number behind `####` are scored, each given the question and the solution up to this number.
+Solutions annotate their calculations: `48/2 = <<48/2=24>>24 clips`. The forced text omits the annotations. The results after
+annotations and the number after `####` are scored, each given the question and the solution up to this number.
 
 Source: https://github.com/openai/grade-school-math (MIT)
 """
@@ -37,7 +37,7 @@ def gsm8k_samples(count: int, seed: int) -> list[Sample]:
 
 
 def final_number(text: str) -> Decimal | None:
-    """Return an answer's final number: the first number behind the last `####`, or without a marker the last number."""
+    """Return an answer's final number: the first number after the last `####`, or without a marker the last number."""
     _, marked, after = text.rpartition(FINAL)
     numbers = _NUMBER.findall(after)
     if not numbers:

@@ -26,13 +26,13 @@ CODES, OTHERS = 24, 6
 Each third has one list, because a model of 135M parameters finds few records that stand alone between prose."""
 
 
-def document_of(length: int, number: int, seed: int, split: Split = "evaluation") -> Slot:
-    """Return the slot of a document. The slot's id is the document's id, its workload names the length."""
+def document_slot(length: int, number: int, seed: int, split: Split = "evaluation") -> Slot:
+    """Return the slot of a document. The slot's id is the document's id, and its workload names the length."""
     return Slot(split, f"{LONG}{length}", seed, number)
 
 
 class _Records(NamedTuple):
-    """The records of a document, and a code that only a later message tells."""
+    """The records of a document, and a code that a later message states."""
 
     codes: list[Fact]
     stated: Fact
@@ -59,7 +59,7 @@ def _records(rng: random.Random) -> _Records:
 
 
 def _prose(rng: random.Random, split: Split, count: int, texts: Sequence[str] | None) -> list[str]:
-    """Return `count` words, each followed by its white space."""
+    """Return `count` words, each followed by its white space. See `make_questions` for `texts`."""
     if texts is None:
         pages = [" ".join(page) for page in documentation.pages(split)]
         rng.shuffle(pages)
@@ -69,15 +69,17 @@ def _prose(rng: random.Random, split: Split, count: int, texts: Sequence[str] | 
     return [texts[(first + number) % len(texts)] for number in range(count)]
 
 
-def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = None) -> list[Sample]:
-    """Return the questions about a document of `document_of` with this number of words of prose, in addition to its records.
+def make_questions(document: Slot, prose_words: int, texts: Sequence[str] | None = None) -> list[Sample]:
+    """Return the questions about a document that has `prose_words` words of prose in addition to its records.
 
-    `texts`: words to quote, each followed by its white space, from a random word on. None quotes Python's documentation.
+    Args:
+        document: A slot of `document_slot`.
+        texts: Words to quote from a random position on, each followed by its white space; None for Python's documentation.
     """
     rng = document.rng()
     codes, stated, homes, wares, thirds = _records(rng)
     prose = _prose(rng, document.split, prose_words, texts)
-    text = _between(["\n".join(third) for third in thirds], prose)
+    text = _spread_prose(["\n".join(third) for third in thirds], prose)
     lines = list(chain(*thirds))
 
     early, middle, late = (codes[i::3] for i in range(3))
@@ -92,7 +94,8 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
     ]
 
     def mention(kind: str, question: str, facts: Sequence[Fact], history: Sequence[Message] = ()) -> Sample:
-        placed = len(facts) == 1 and facts[0] is not stated
+        """Return a sample whose answer must mention the values of all facts."""
+        has_depth = len(facts) == 1 and facts[0] is not stated
         values = tuple(fact.values[0] for fact in facts)
         reference = " ".join(fact.sentence for fact in facts)
         return Sample(
@@ -102,10 +105,10 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
             messages=(*shared, *history, ("user", question)),
             check="mention",
             document=document.id,
-            depth=lines.index(facts[0].sentence) / len(lines) if placed else None,
+            depth=lines.index(facts[0].sentence) / len(lines) if has_depth else None,
             mentions=values,
             distractors=tuple(fact.values[0] for fact in (*codes, *homes, stated) if fact not in facts),
-            results=_places(reference, values),
+            results=_character_ranges(reference, values),
         )
 
     values = [str(value) for value in list(json.loads(wares[2]).values())[1:]]
@@ -123,13 +126,13 @@ def questions(document: Slot, prose_words: int, texts: Sequence[str] | None = No
             messages=(*shared, ("user", _ware_question(wares[2]))),
             check="json",
             document=document.id,
-            results=_places(wares[2], values),
+            results=_character_ranges(wares[2], values),
         ),
     ]
 
 
-def _between(blocks: Sequence[str], prose: Sequence[str]) -> str:
-    """Return the blocks of records with the words of prose spread between them."""
+def _spread_prose(blocks: Sequence[str], prose: Sequence[str]) -> str:
+    """Return a text with an equal part of the prose before each block of records."""
     ends = [len(prose) * number // len(blocks) for number in range(len(blocks) + 1)]
     parts = [("".join(prose[low:high]).strip(), block) for low, high, block in zip(ends, ends[1:], blocks, strict=False)]
     return "\n\n".join(part for pair in parts for part in pair if part)
@@ -139,8 +142,8 @@ def _ware_question(record: str) -> str:
     return f"What is the JSON record of the {json.loads(record)['ware']}?"
 
 
-def _places(reference: str, values: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the character ranges of values that the reference has in this order."""
+def _character_ranges(reference: str, values: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Return the (start, stop) range of each value in the reference, which has them in this order."""
     places, start = [], 0
     for value in values:
         start = reference.index(value, start)

@@ -7,13 +7,13 @@ from stages.core.errors import UserError
 from stages.core.strict import read_user_file
 from stages.workloads.config import WorkloadsConfig
 
-TEXTS = (".txt", ".md")
-"""Endings of the files that are read in a directory of texts."""
+TEXT_SUFFIXES = (".txt", ".md")
+"""Suffixes of the files that are read in a directory of texts."""
 WORD = re.compile(r"\S{1,8}\s*")
-"""A word with its white space, or a part of a text that has no spaces between its words."""
+"""A word, or up to 8 characters of a longer word, with the white space after it. Some languages put no spaces between words."""
 TOKENS_PER_WORD = 4
 """Maximum tokens per ASCII word; other words have up to three tokens per character. Texts are refused as too short only if they
-cannot fill a document even with this many tokens per word."""
+cannot fill a document even at these rates."""
 
 
 def own_files(key: str, path: Path) -> list[Path]:
@@ -23,9 +23,11 @@ def own_files(key: str, path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXTS and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
     if not files:
-        raise UserError(f"{key}={path}: has no text files; give a directory with files that end with {' or '.join(TEXTS)}")
+        raise UserError(
+            f"{key}={path}: has no text files; give a directory with files that end with {' or '.join(TEXT_SUFFIXES)}"
+        )
     return files
 
 

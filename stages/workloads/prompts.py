@@ -16,9 +16,9 @@ from stages.workloads.conversation import Message
 from stages.workloads.rendering import rendered
 
 ANSWER, NEXT = "kvgate's answer", "kvgate's next question"
-"""Messages that no chat template contains."""
+"""Placeholder messages that no chat template contains, so that `text_after_answer` can find them in the rendered text."""
 TODAY = date(2024, 7, 26)
-"""The date for templates that print one; Llama 3's templates use this date if they have no clock."""
+"""Date for templates that print the date, so that prompts are the same every day. Llama 3's templates default to it."""
 
 WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
 """Chat template variables (Qwen3 and GLM; DeepSeek and Granite) that disable thinking."""
@@ -62,7 +62,6 @@ def apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
     Thinking is disabled if the template supports that: answers are short, and the whole answer is judged. Raises TemplateError.
     """
     turns = [{"role": role, "content": content} for role, content in messages]
-    # Llama 3's templates print the date of this function, and prompts must not change from day to day.
     try:
         text: str = tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime, **WITHOUT_THINKING
@@ -74,8 +73,8 @@ def apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
     return text
 
 
-def after_answer(tokenizer: Any) -> str:
-    """Return the chat template's text between an answer and the next message; empty without a template."""
+def text_after_answer(tokenizer: Any) -> str:
+    """Return the text that the chat template writes between an answer and the next message; empty without a template."""
     if not tokenizer.chat_template:
         return ""
 

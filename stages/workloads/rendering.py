@@ -30,9 +30,9 @@ ANSWER_BYTES = 16 * RENDER_CHARACTERS
 
 
 def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
-    """Call all functions in a single child process, in order, and return their results.
+    """Call all functions in one child process, in order, and return their results.
 
-    Raises UserError if a function raises it, or exceeds a limit.
+    Raises UserError if a function raises it or exceeds a limit.
     """
     reads, writes = Pipe(duplex=False)
     child = os.fork()
@@ -57,7 +57,7 @@ def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
 
 
 def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
-    """Send a JSON message for each text; stop after the first refused text. Runs in the child and never returns."""
+    """Send a JSON message per text, and stop after the first refused text. Runs in the child process and never returns."""
     try:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops the child
@@ -91,7 +91,7 @@ def _render_within_limits(text: Callable[[], str]) -> str:
     except (RecursionError, OverflowError) as error:
         raise _refusal(f"fails ({type(error).__name__})") from None
     if len(rendered) > RENDER_CHARACTERS:
-        raise _refusal(f"writes {len(rendered):,} characters, {RENDER_CHARACTERS:,} at most are taken")
+        raise _refusal(f"writes {len(rendered):,} characters, more than {RENDER_CHARACTERS:,}")
     return rendered
 
 

@@ -119,7 +119,7 @@ def story(rng: random.Random) -> str:
 
 
 def opening_and_continuation(slot: Slot) -> Sample:
-    """Generate a prompt and its continuation of two stories (130 to 300 tokens) each."""
+    """Generate a prompt of two stories and a continuation of two stories (130 to 300 tokens each)."""
     rng = slot.rng()
     first, second, third, fourth = (story(rng) for _ in range(4))
     return Sample(slot.id, slot.workload, f"{third}\n\n{fourth}", prompt=f"{first}\n\n{second}\n\n", check="none")
@@ -173,7 +173,7 @@ def retrieval(slot: Slot) -> Sample:
     lines = [(f"{record_id}.{field}", value) for record_id, record in records.items() for field, value in record.items()]
     third = slot.index % 3
     key, value = lines[rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)]
-    prompt = "Records:\n" + "".join(f"{name}={of_one}\n" for name, of_one in lines) + question(key)
+    prompt = "Records:\n" + "".join(f"{name}={text}\n" for name, text in lines) + question(key)
     reference = compact_json({key: value})
     depth = prompt.index(f"{key}=") / len(prompt)
     return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json", depth=depth)

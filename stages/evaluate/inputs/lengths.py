@@ -8,7 +8,7 @@ from stages.core.records import Sample
 from stages.policies.policy import PAGE_TOKENS, whole_pages
 from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
 from stages.workloads.conversation import Slot
-from stages.workloads.long import document_of, questions
+from stages.workloads.long import document_slot, make_questions
 from stages.workloads.own import document_words
 
 SLACK = 32
@@ -28,11 +28,11 @@ class PromptTokenizer(Protocol):
 def long_samples(config: WorkloadsConfig) -> list[Sample]:
     """Return the questions of `workloads.lengths` before `fit_lengths` cuts their documents."""
     texts = document_words(config)
-    return [sample for document in _documents(config) for sample in questions(document, _length(document), texts)]
+    return [sample for document in _documents(config) for sample in make_questions(document, _length(document), texts)]
 
 
 def _documents(config: WorkloadsConfig) -> list[Slot]:
-    return [document_of(length, n, config.seed) for length in config.lengths for n in range(config.length_documents)]
+    return [document_slot(length, n, config.seed) for length in config.lengths for n in range(config.length_documents)]
 
 
 def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: WorkloadsConfig) -> list[Sample]:
@@ -49,7 +49,7 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
     longest, bare = _longest(list(words), tokenizer, config)
     fitted, tried = dict[str, Sample](), set[tuple[Slot, int]]()
     while words:
-        samples_of = {document: questions(document, count, texts) for document, count in words.items()}
+        samples_of = {document: make_questions(document, count, texts) for document, count in words.items()}
         sizes = _sizes([every[longest[document]] for document, every in samples_of.items()], tokenizer, config)
         for (document, every), size in zip(samples_of.items(), sizes, strict=True):
             length = _length(document)
@@ -72,7 +72,7 @@ def _longest(
     documents: Sequence[Slot], tokenizer: PromptTokenizer, config: WorkloadsConfig
 ) -> tuple[dict[Slot, int], dict[Slot, int]]:
     """Return for each document the index of its longest question, and that question's tokens with a document without prose."""
-    sizes = _sizes([sample for document in documents for sample in questions(document, 0)], tokenizer, config)
+    sizes = _sizes([sample for document in documents for sample in make_questions(document, 0)], tokenizer, config)
     by_document = {document: sizes[i * LONG_QUESTIONS : (i + 1) * LONG_QUESTIONS] for i, document in enumerate(documents)}
     bare = {document: max(lengths) for document, lengths in by_document.items()}
     minimum = max(bare.values(), default=0) + PAGE_TOKENS  # leaves room for prose

@@ -18,7 +18,7 @@ from stages.evaluate.inputs.lengths import fit_lengths
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.policies.policy import PAGE_TOKENS
 from stages.workloads.config import CONTROL_SAMPLES, WorkloadsConfig
-from stages.workloads.prompts import after_answer, all_prompt_ids
+from stages.workloads.prompts import all_prompt_ids, text_after_answer
 
 UNLIMITED = 1 << 62
 TEMPLATE_BYTES = 512
@@ -43,7 +43,7 @@ class BundleTokenizer:
     @cached_property
     def end(self) -> int:
         """The token that ends a reference: the end token that the chat template writes after an answer, or eos."""
-        return next((token for token in self.text_ids(after_answer(self._tokenizer)) if token in self.ends), self.ends[0])
+        return next((token for token in self.text_ids(text_after_answer(self._tokenizer)) if token in self.ends), self.ends[0])
 
     def stop_tokens(self, config: WorkloadsConfig) -> tuple[int, ...]:
         """Return the tokens that end an answer. The first token also ends references.

@@ -1,4 +1,4 @@
-"""A chat template is a program by the model's author. It is stopped if it uses too much time, memory or text."""
+"""Chat templates are programs by the model's author. They are stopped at limits on time, memory and output."""
 
 import dataclasses
 import os
@@ -21,8 +21,8 @@ SAMPLE = Sample(id="1", workload="custom", reference="", messages=(("user", "Hel
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 
 
-class Templated:
-    """A tokenizer that has only a template."""
+class TemplateTokenizer:
+    """A tokenizer that has only a chat template."""
 
     def __init__(self, chat_template: str) -> None:
         self.chat_template = chat_template
@@ -44,21 +44,23 @@ class Templated:
         ("{{ 1 // 0 }}", "refuses sample 1 (ZeroDivisionError"),
     ],
 )
-def test_a_template_that_takes_too_much_is_refused(template: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_exceeds_a_limit_or_fails_is_refused(
+    template: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "0.3 s" in problem:
         monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
     began, before = time.monotonic(), psutil.Process().children()
     with refused(UserError, "", problem):
-        render_all(Templated(template), [SAMPLE])
+        render_all(TemplateTokenizer(template), [SAMPLE])
     assert time.monotonic() - began < 4
-    assert psutil.Process().children() == before, "nothing goes on rendering"
+    assert psutil.Process().children() == before, "the child process was stopped"
 
 
 def test_samples_are_rendered_in_one_child() -> None:
     samples = [dataclasses.replace(SAMPLE, id=str(number), messages=(("user", str(number)),)) for number in range(300)]
-    assert render_all(Templated("{{ messages[0].content }}\\n"), samples) == [f"{number}\\n" for number in range(300)]
+    assert render_all(TemplateTokenizer("{{ messages[0].content }}\\n"), samples) == [f"{number}\\n" for number in range(300)]
     with pytest.raises(UserError, match=r"refuses sample 7 \(ZeroDivisionError"):
-        render_all(Templated("{{ 1 // (7 - messages[0].content | int) }}"), samples)
+        render_all(TemplateTokenizer("{{ 1 // (7 - messages[0].content | int) }}"), samples)
 
 
 def test_a_template_that_ends_its_process_is_refused() -> None:
@@ -66,10 +68,10 @@ def test_a_template_that_ends_its_process_is_refused() -> None:
         rendering.rendered([lambda: "sound", lambda: os._exit(3)])
 
 
-def test_a_template_that_can_leave_thinking_out_does() -> None:
+def test_thinking_is_disabled_in_templates_that_support_it() -> None:
     for template in (
         "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
         "{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}",
         "{% if thinking is defined and thinking %}<think>{% else %}<think></think>{% endif %}",
     ):
-        assert render_all(Templated(template), [SAMPLE]) == ["<think></think>"]
+        assert render_all(TemplateTokenizer(template), [SAMPLE]) == ["<think></think>"]

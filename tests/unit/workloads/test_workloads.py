@@ -1,4 +1,4 @@
-"""Workloads that suit a model, and generated samples: deterministic, disjoint between splits, derivable, unambiguous."""
+"""Generated samples are reproducible and disjoint between splits; a model gets workloads that suit it."""
 
 import json
 import math
@@ -22,12 +22,12 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.workloads.generated import WORKLOADS, generate
 
 COUNT = 60
-names = pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "documentation"])
-"""Workload names. Python's documentation has fewer than COUNT pages: tests/unit/workloads/test_workloads_chat.py."""
+each_workload = pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "documentation"])
+"""Python's documentation has fewer than COUNT pages; tests/unit/workloads/test_workloads_chat.py tests this workload."""
 
 
-@names
-def test_samples_follow_from_name_split_and_seed(name: str) -> None:
+@each_workload
+def test_samples_depend_only_on_workload_split_and_seed(name: str) -> None:
     assert generate(name, 5, 3) == generate(name, COUNT, 3)[:5]
     drawn = [generate(name, COUNT, seed, split) for split in ("train", "calibration", "evaluation") for seed in (0, 1)]
     assert len({sample.prompt + repr(sample.messages) for samples in drawn for sample in samples}) == 6 * COUNT
@@ -44,11 +44,11 @@ TRAINED = {
     "copy": "1196e40fdf2520b7",
     "multi_turn": "68fc9dd7909ad900",
 }
-"""Workload -> beginning of the digest of its samples. The tiny model was trained on such texts; others need another model."""
+"""Workload -> start of the digest of its samples. The tiny model was trained on these texts; a change needs a new model."""
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_workloads_of_the_tiny_model_are_unchanged_and_right(name: str) -> None:
+def test_workloads_of_the_tiny_model_are_unchanged(name: str) -> None:
     samples = generate(name, COUNT, 0)
     assert sha256(json.dumps([asdict(sample) for sample in samples]).encode()).hexdigest().startswith(TRAINED[name])
     assert name == "prose" or all(judge(sample, sample.reference) for sample in samples)
@@ -57,8 +57,8 @@ def test_workloads_of_the_tiny_model_are_unchanged_and_right(name: str) -> None:
 TINY = locate_checkpoint("pkg://stages.tiny/checkpoint")
 
 
-def another(folder: Path, *, template: bool = True) -> Path:
-    """Copy the tiny model's tokenizer with an additional word, to represent another model's tokenizer."""
+def other_tokenizer(folder: Path, *, template: bool = True) -> Path:
+    """Copy the tiny model's tokenizer with an additional word, so that it counts as another model's."""
     shutil.copytree(TINY, folder)
     tokenizer, config = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer["model"]["vocab"]["another"] = len(tokenizer["model"]["vocab"]) + 100
@@ -71,7 +71,7 @@ def another(folder: Path, *, template: bool = True) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked", "calibrated"),
+    ("arguments", "workload", "calibration_workload"),
     [
         ([], "copy", "copy"),
         (["model.path={copy}"], "copy", "copy"),  # the tiny model in another place
@@ -83,20 +83,21 @@ def another(folder: Path, *, template: bool = True) -> Path:
     ],
 )
 def test_a_model_gets_suitable_questions_and_calibration(
-    arguments: list[str], asked: str, calibrated: str, tmp_path: Path
+    arguments: list[str], workload: str, calibration_workload: str, tmp_path: Path
 ) -> None:
     shutil.copytree(TINY, tmp_path / "copy")
-    places = {"copy": tmp_path / "copy", "other": another(tmp_path / "other")}
-    given = [argument.format(**places) for argument in arguments]
-    for config in plan([*given, "kv=fp8,int8"], multirun=True).jobs:
-        assert asked in config.workloads.samples
-        assert calibrated in config.calibration.workloads
-        assert config.workloads.samples.get("lookup") in (None, 3 if len(given) == 2 and "lookup=3" in given[1] else 144)
+    places = {"copy": tmp_path / "copy", "other": other_tokenizer(tmp_path / "other")}
+    overrides = [argument.format(**places) for argument in arguments]
+    lookups = 3 if "workloads.samples.lookup=3" in overrides else 144
+    for config in plan([*overrides, "kv=fp8,int8"], multirun=True).jobs:
+        assert workload in config.workloads.samples
+        assert calibration_workload in config.calibration.workloads
+        assert config.workloads.samples.get("lookup") in (None, lookups)
 
 
-def test_few_shot_text_ends_an_answer_as_it_ends_a_line(tmp_path: Path) -> None:
+def test_a_newline_ends_the_one_line_answers_of_a_base_model(tmp_path: Path) -> None:
     pages, tiny = builtin_workloads(samples={"lookup": 1}), builtin_workloads(samples={"copy": 1})
-    base, chat = BundleTokenizer(another(tmp_path / "base", template=False)), BundleTokenizer(TINY)
+    base, chat = BundleTokenizer(other_tokenizer(tmp_path / "base", template=False)), BundleTokenizer(TINY)
     (line,) = base.text_ids("\n")
     assert (base.stop_tokens(pages), base.stop_tokens(tiny)) == ((line, *base.ends), base.ends)
     assert chat.stop_tokens(pages) == chat.ends

@@ -14,18 +14,18 @@ from stages.workloads.generated import generate
 from stages.workloads.prompts import all_prompt_ids
 
 COUNT = 36
-names = pytest.mark.parametrize("name", list(QUESTIONS))
+each_workload = pytest.mark.parametrize("name", list(QUESTIONS))
 
 
 def page_of(sample: Sample) -> str:
-    """Return the text of the page, without the first worked question."""
+    """Return the text of the page, without the question of the first example."""
     return sample.messages[0][1].rpartition("\n\n")[0]
 
 
-def told_in(sample: Sample) -> str:
-    """Return all of the user's messages except questions."""
-    said = [content for role, content in sample.messages[1:] if role == "user" and "?" not in content]
-    return "\n".join([page_of(sample), *said])
+def stated_in(sample: Sample) -> str:
+    """Return the page, and all of the user's messages except questions."""
+    statements = [content for role, content in sample.messages[1:] if role == "user" and "?" not in content]
+    return "\n".join([page_of(sample), *statements])
 
 
 def test_questions_about_a_document_share_their_first_tokens(tiny_checkpoint: Path) -> None:
@@ -38,32 +38,32 @@ def test_questions_about_a_document_share_their_first_tokens(tiny_checkpoint: Pa
         assert len(tokenizer(page_of(asked[0]))["input_ids"]) < shared < min(map(len, ids))
 
 
-@names
-def test_difficulties_take_turns_and_harder_pages_are_longer(name: str) -> None:
+@each_workload
+def test_difficulties_alternate_and_harder_pages_are_longer(name: str) -> None:
     samples = generate(name, COUNT, 0)
     assert [sample.difficulty for sample in samples[:6]] == [*DIFFICULTIES, *DIFFICULTIES]
     lengths = [[len(page_of(sample)) for sample in samples if sample.difficulty == level] for level in DIFFICULTIES]
     assert max(lengths[0]) < min(lengths[1]) <= max(lengths[1]) < min(lengths[2])
 
 
-@names
-def test_distractors_are_wrong_and_no_answer_is_given_away(name: str) -> None:
+@each_workload
+def test_distractors_are_wrong_and_examples_do_not_contain_the_answer(name: str) -> None:
     samples = generate(name, COUNT, 0)
     for sample in samples:
         assert sample.check == "mention"
         assert judge(sample, sample.reference)
         for distractor in sample.distractors:
             assert not judge(sample, sample.reference.replace(sample.mentions[0], distractor))
-        worked = words_of(" ".join(content for role, content in sample.messages if role == "assistant"))
-        assert not any(mentions(worked, words_of(phrase)) for phrase in sample.mentions), sample.id
-        known = words_of(told_in(sample))
-        assert any(mentions(known, words_of(distractor)) for distractor in sample.distractors)
+        examples = words_of(" ".join(content for role, content in sample.messages if role == "assistant"))
+        assert not any(mentions(examples, words_of(phrase)) for phrase in sample.mentions), sample.id
+        stated = words_of(stated_in(sample))
+        assert any(mentions(stated, words_of(distractor)) for distractor in sample.distractors)
         assert not set(sample.mentions) & set(sample.distractors)
     counts = [{len(sample.distractors) for sample in samples if sample.difficulty == level} for level in DIFFICULTIES]
     assert max(counts[0]) <= min(counts[1]) <= max(counts[1]) < min(counts[2]), "harder samples have more"
 
 
-def test_lookup_depth_covers_early_middle_and_late_people() -> None:
+def test_lookup_asks_for_early_middle_and_late_facts() -> None:
     depths = [[s.depth or 0.0 for s in generate("lookup", COUNT, 0) if int(s.id[-4:]) // 3 % 3 == third] for third in range(3)]
     means = [sum(values) / len(values) for values in depths]
     assert means == sorted(means)
@@ -73,7 +73,7 @@ def test_lookup_depth_covers_early_middle_and_late_people() -> None:
 def test_recall_asks_for_facts_that_are_stated_after_the_page() -> None:
     for sample in generate("recall", COUNT, 0):
         assert sample.reference not in page_of(sample)
-        assert sample.reference in told_in(sample)
+        assert sample.reference in stated_in(sample)
 
 
 def test_calibration_and_evaluation_share_no_sentence() -> None:
@@ -85,13 +85,13 @@ def test_calibration_and_evaluation_share_no_sentence() -> None:
     assert not [phrase for phrase in quoted if phrase in calibrated]
 
 
-def test_documentation_is_scored_not_judged_and_used_once() -> None:
+def test_documentation_is_not_judged_and_no_page_is_used_twice() -> None:
     samples = generate("documentation", 24, 0)
     assert {sample.check for sample in samples} == {"none"}
     assert all(len(sample.prompt) > 500 and len(sample.reference) > 500 for sample in samples)
     assert samples != generate("documentation", 24, 1)
-    most = len(pages("evaluation"))
-    whole = generate("documentation", most, 0)
-    assert (whole[:24], len({sample.prompt for sample in whole})) == (samples, most)
-    with pytest.raises(UserError, match=rf"documentation: .* {most} pages .* page {most + 1} .*ask for fewer"):
-        generate("documentation", most + 1, 0)
+    count = len(pages("evaluation"))
+    every_page = generate("documentation", count, 0)
+    assert (every_page[:24], len({sample.prompt for sample in every_page})) == (samples, count)
+    with pytest.raises(UserError, match=rf"documentation: .* {count} pages .* page {count + 1}; ask for fewer"):
+        generate("documentation", count + 1, 0)

@@ -20,10 +20,10 @@ from stages.evaluate.inputs.lengths import SLACK, fit_lengths, long_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode, encode_rounds
 from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
 from stages.workloads.documentation import SPLITS, pages
-from stages.workloads.long import CODES, document_of, questions
+from stages.workloads.long import CODES, document_slot, make_questions
 from stages.workloads.own import document_words
 
-DOCUMENTS = [document_of(2048, number, seed=0) for number in range(8)]
+DOCUMENTS = [document_slot(2048, number, seed=0) for number in range(8)]
 RECORD = re.compile(r"The (code|home) of |\{\"ware")
 CODE = re.compile(r"The code of the (\w+) is (\d{4})\.")
 
@@ -38,16 +38,16 @@ def long_workloads(**changes: Any) -> WorkloadsConfig:
 
 def test_a_document_depends_only_on_its_number_seed_and_split() -> None:
     first = DOCUMENTS[0]
-    assert questions(first, 300) == questions(first, 300)
-    others = [DOCUMENTS[1], replace(first, seed=1), replace(first, split="calibration"), document_of(4096, 0, seed=0)]
-    texts = {document(questions(slot, 300)[0]) for slot in (first, *others)}
+    assert make_questions(first, 300) == make_questions(first, 300)
+    others = [DOCUMENTS[1], replace(first, seed=1), replace(first, split="calibration"), document_slot(4096, 0, seed=0)]
+    texts = {document(make_questions(slot, 300)[0]) for slot in (first, *others)}
     assert len(texts) == 5
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_document_quotes_the_pages_of_its_split_only(split: Any) -> None:
-    slot = document_of(2048, 0, seed=0, split=split)
-    lines = document(questions(slot, 30_000)[0]).split("\n")
+def test_a_document_quotes_only_the_pages_of_its_split(split: Any) -> None:
+    slot = document_slot(2048, 0, seed=0, split=split)
+    lines = document(make_questions(slot, 30_000)[0]).split("\n")
     prose = " ".join(line for line in lines if line and not RECORD.match(line))
     for other in SPLITS:
         paragraphs = [paragraph for page in pages(other) for paragraph in page]
@@ -55,27 +55,27 @@ def test_a_document_quotes_the_pages_of_its_split_only(split: Any) -> None:
 
 
 @pytest.mark.parametrize("slot", DOCUMENTS, ids=lambda slot: slot.id)
-def test_long_questions_cover_each_third_and_every_kind(slot: Any) -> None:
-    asked = {sample.id.rpartition("-")[2]: sample for sample in questions(slot, 500)}
-    assert list(asked) == ["early", "middle", "late", "instruction", "turn", "summary", "json"]
-    assert len(asked) == LONG_QUESTIONS
-    (text,) = {document(sample) for sample in asked.values()}
+def test_the_seven_questions_cover_every_third_and_every_kind(slot: Any) -> None:
+    by_kind = {sample.id.rpartition("-")[2]: sample for sample in make_questions(slot, 500)}
+    assert list(by_kind) == ["early", "middle", "late", "instruction", "turn", "summary", "json"]
+    assert len(by_kind) == LONG_QUESTIONS
+    (text,) = {document(sample) for sample in by_kind.values()}
     codes = dict(CODE.findall(text))
     assert len(codes) == len(set(codes.values())) == CODES
     for third, kind in enumerate(("early", "middle", "late")):
-        sample = asked[kind]
+        sample = by_kind[kind]
         assert sample.depth is not None
         assert int(sample.depth * 3) == third
         assert text.count(sample.reference) == 1
-    home, code = asked["instruction"].mentions
+    home, code = by_kind["instruction"].mentions
     assert text.index(home) < text.index(code)  # a late instruction reads an early fact
-    assert asked["turn"].reference not in text
-    assert asked["turn"].reference in asked["turn"].messages[-5][1]
-    assert len(asked["summary"].mentions) == 3
-    assert asked["json"].reference in text
-    for sample in asked.values():
+    assert by_kind["turn"].reference not in text
+    assert by_kind["turn"].reference in by_kind["turn"].messages[-5][1]
+    assert len(by_kind["summary"].mentions) == 3
+    assert by_kind["json"].reference in text
+    for sample in by_kind.values():
         answers = " ".join(text for role, text in sample.messages if role == "assistant")
-        assert not any(value in answers for value in sample.mentions), "a worked answer gives it away"
+        assert not any(value in answers for value in sample.mentions), "an example contains the answer"
         assert judge(sample, sample.reference)
         scored = [sample.reference[start:stop] for start, stop in sample.results]
         if sample.check == "json":
@@ -90,7 +90,7 @@ def test_long_questions_cover_each_third_and_every_kind(slot: Any) -> None:
             assert not judge(sample, sample.reference.replace(sample.mentions[0], distractor))
 
 
-def test_a_document_quotes_the_users_texts_from_anywhere_on(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_a_document_quotes_the_users_texts_from_a_random_word_on(tmp_path: Path, tiny_checkpoint: Path) -> None:
     words = [f"word{number}" for number in range(3000)]
     (tmp_path / "a.txt").write_text("\n".join(words[:2000]))
     (tmp_path / "b.md").write_text(" ".join(words[2000:]))
@@ -101,7 +101,7 @@ def test_a_document_quotes_the_users_texts_from_anywhere_on(tmp_path: Path, tiny
         firsts.add(quoted[0])
         assert quoted == [f"word{(int(quoted[0][4:]) + number) % 3000}" for number in range(len(quoted))]
     assert len(firsts) == 4  # documents
-    assert "word7\nword8" in document(questions(DOCUMENTS[0], 3000, document_words(config))[0])
+    assert "word7\nword8" in document(make_questions(DOCUMENTS[0], 3000, document_words(config))[0])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_document_quotes_the_users_texts_from_anywhere_on(tmp_path: Path, tiny
         (b"a", {"documents": "missing"}, "no such file"),
     ],
 )
-def test_texts_that_fill_no_document_are_refused(tmp_path: Path, content: bytes, changes: dict[str, str], refusal: str) -> None:
+def test_unsuitable_texts_are_refused(tmp_path: Path, content: bytes, changes: dict[str, str], refusal: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_bytes(content)
     config = long_workloads(documents=str(tmp_path / changes.get("documents", "a.txt")))
@@ -121,13 +121,13 @@ def test_texts_that_fill_no_document_are_refused(tmp_path: Path, content: bytes,
         long_samples(config)
 
 
-def test_lengths_replace_samples_and_bins_and_accept_texts() -> None:
+def test_lengths_replace_samples_and_bins_and_texts_need_lengths() -> None:
     config = long_workloads(lengths=[8192, 1024])
     assert (config.samples, config.context_bins) == ({}, [0, 768, 6144])
     assert WorkloadsConfig.model_validate(config.model_dump()) == config
     without_lengths: dict[str, Any] = {"lengths": []}
     for changes in (without_lengths, {"jsonl": "mine.jsonl"}):
-        with pytest.raises(ValueError, match=r"documents: are cut to workloads.lengths, without workloads.jsonl; give lengths"):
+        with pytest.raises(ValueError, match=r"documents: needs workloads.lengths and excludes workloads.jsonl; give lengths"):
             long_workloads(documents="texts", **changes)
 
 
@@ -148,7 +148,7 @@ def test_documents_fill_their_lengths_and_share_one_prefix(chat: bool, tiny_chec
         assert all(item.results for item in items)
 
 
-def test_the_cut_of_a_document_depends_on_no_other_sample(tiny_checkpoint: Path) -> None:
+def test_the_cut_of_a_document_does_not_depend_on_other_samples(tiny_checkpoint: Path) -> None:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads()
     samples, other = long_samples(config), Sample("mine", "custom", "a", prompt="b c")
     fitted = {sample.id: sample for sample in fit_lengths([other, *samples], tokenizer, config)}
@@ -157,17 +157,17 @@ def test_the_cut_of_a_document_depends_on_no_other_sample(tiny_checkpoint: Path)
     assert fit_lengths(last, tokenizer, config) == [fitted[sample.id] for sample in last]
 
 
-def test_a_length_that_is_too_short_names_a_possible_one(tiny_checkpoint: Path) -> None:
+def test_a_length_that_is_too_short_is_refused_with_the_minimum(tiny_checkpoint: Path) -> None:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads(lengths=[512])
     with pytest.raises(UserError, match=r"workloads.lengths=512: .* alone take up to .* give at least 1,\d+") as refusal:
         fit_lengths(long_samples(config), tokenizer, config)
-    least = int(str(refusal.value).rpartition(" ")[2].replace(",", ""))
-    enough = long_workloads(lengths=[least])
-    assert encode(fit_lengths(long_samples(enough), tokenizer, enough), tokenizer, 64)
+    minimum = int(str(refusal.value).rpartition(" ")[2].replace(",", ""))
+    shortest = long_workloads(lengths=[minimum])
+    assert encode(fit_lengths(long_samples(shortest), tokenizer, shortest), tokenizer, 64)
 
 
 @pytest.mark.parametrize(
-    ("given", "memory", "refusal"),
+    ("overrides", "memory", "refusal"),
     [
         (["backend=tensorrt_rtx", "backend.max_tokens=640", "workloads.lengths=[1024]"], 1 << 40, "is configured for 640 tok"),
         (
@@ -178,11 +178,11 @@ def test_a_length_that_is_too_short_names_a_possible_one(tiny_checkpoint: Path) 
     ],
 )
 def test_lengths_that_cannot_be_judged_are_refused_in_one_line(
-    given: list[str], memory: int, refusal: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], memory: int, refusal: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=memory))
     with pytest.raises(UserError, match=refusal) as refused:
-        _check_lengths(config_of(*given), inspect_checkpoint(tiny_checkpoint))
+        _check_lengths(config_of(*overrides), inspect_checkpoint(tiny_checkpoint))
     assert "\n" not in str(refused.value)
 
 
