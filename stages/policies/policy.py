@@ -128,7 +128,7 @@ class Eviction(StrictModel):
     sink_tokens: Annotated[int, Field(ge=0, le=1 << 16)] = 0
     """First tokens that are kept, any number. Their memory is counted in whole pages."""
     heavy_tokens: Annotated[int, Field(ge=0, le=1 << 20, multiple_of=PAGE_TOKENS)] = 0
-    """Number of tokens before the window that each layer and KV head keeps: those with the most attention."""
+    """Tokens between the sinks and the window that each layer and KV head keeps: those with the most attention."""
 
     @property
     def gap(self) -> range:
@@ -196,10 +196,10 @@ class KVPolicy(StrictModel):
         if self.eviction is None:
             return self
         sinks, latest = self.eviction.sink_tokens, self.eviction.window_tokens
-        if self.eviction.heavy_tokens and (sinks or self.exact_tokens or self.window is not None):
+        if self.eviction.heavy_tokens and (self.exact_tokens or self.window is not None):
             raise ValueError(
-                f"eviction.heavy_tokens={self.eviction.heavy_tokens} keeps tokens by their attention alone: set sink_tokens, "
-                "eviction.sink_tokens and recent_tokens to 0, and window to null"
+                f"eviction.heavy_tokens={self.eviction.heavy_tokens} stores every token once: set sink_tokens and "
+                "recent_tokens to 0 (eviction.sink_tokens may be set), and window to null"
             )
         if self.sink_tokens > sinks:
             raise ValueError(

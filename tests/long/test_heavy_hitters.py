@@ -38,7 +38,7 @@ def text() -> list[int]:
 
 
 def directly(
-    storages: LayerStorage, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: list[int]
+    storages: LayerStorage, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: list[int], sinks: int
 ) -> tuple[torch.Tensor, list[list[int]]]:
     """Apply the eviction rule one query at a time; return the output (H, G, S, D) and the tokens that each head keeps."""
     stored = [storages[side].read(storages[side].write(x)).double() for side, x in zip(SIDES, (key, value), strict=True)]
@@ -60,7 +60,7 @@ def directly(
                         weight[token] = weight.get(token, 0.0) + share
                         v = stored[1][head, token] if token < begin else value[head, token]
                         out[head, group, row] += share * v
-            older = sorted(token for token in weight if token < end - EVICTION.window_tokens)
+            older = sorted(token for token in weight if sinks <= token < end - EVICTION.window_tokens)
             for token in sorted(older, key=lambda t: (-weight[t], t))[EVICTION.heavy_tokens :]:
                 del weight[token]
             begin = end
@@ -69,11 +69,15 @@ def directly(
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"),
-    [("fp16", [70, 50, 40, *[1] * 20]), ("fp8_head", [150, *[1] * 30]), ("int4_g32_asym_hadamard", [70, 50, 40, *[1] * 20])],
+    ("name", "sinks", "chunks"),
+    [
+        ("fp16", 0, [70, 50, 40, *[1] * 20]),
+        ("fp8_head", 5, [150, *[1] * 30]),
+        ("int4_g32_asym_hadamard", 0, [70, 50, 40, *[1] * 20]),
+    ],
 )
-def test_each_head_keeps_its_heavy_hitters_and_latest_tokens(name: str, chunks: list[int]) -> None:
-    policy, length = evicting(name), sum(chunks)
+def test_each_head_keeps_its_sinks_heavy_hitters_and_latest_tokens(name: str, sinks: int, chunks: list[int]) -> None:
+    policy, length = evicting(name, sink_tokens=sinks), sum(chunks)
     generator = torch.Generator().manual_seed(1)
     q = 0.3 * torch.randn(2, 2, length, 64, generator=generator, dtype=torch.float64)
     key, value = (torch.randn(2, length, 64, generator=generator, dtype=torch.float64) for _ in SIDES)
@@ -82,13 +86,14 @@ def test_each_head_keeps_its_heavy_hitters_and_latest_tokens(name: str, chunks: 
     spans = [Span(end - count, end, end - count if count > 1 else None) for count, end in zip(chunks, ends, strict=True)]
     view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans, "the sequence")
     out = view.attend(0, q, key, value, LayerAttention())
-    expected, left = directly(storages, q, key, value, chunks)
+    expected, left = directly(storages, q, key, value, chunks, sinks)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert view.caches[0].length == 0, "nothing is stored before the first request"
     view.store()
     assert view.caches[0].positions.tolist() == left
     assert left[0] != left[1], "heads keep tokens of their own"
-    assert view.caches[0].kept_tokens == 128
+    assert left[0][:sinks] == left[1][:sinks] == list(range(sinks))
+    assert view.caches[0].kept_tokens == 128 + sinks
 
 
 @pytest.mark.parametrize("name", ["int8", "int4_tensor"])

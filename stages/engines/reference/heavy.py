@@ -1,9 +1,9 @@
-"""H2O's cache (arXiv 2306.14048): every KV head of every layer keeps its own heavy hitters and the latest tokens.
+"""H2O's cache (arXiv 2306.14048): every KV head of every layer keeps its own heavy hitters, the sinks and the latest tokens.
 
 A token's weight is the attention that it has received, summed over all queries and the query heads of its KV head.
-After every appended chunk or decoded token, the cache keeps the latest `window_tokens` and, from the older tokens, the
-`heavy_tokens` with the largest weights (the earlier token wins a tie). Dropped tokens and their weights never come back. A
-chunk attends to itself exactly and causally, and to the earlier tokens that are kept.
+After every appended chunk or decoded token, the cache keeps the first `sink_tokens`, the latest `window_tokens` and, from the
+tokens between them, the `heavy_tokens` with the largest weights (the earlier token wins a tie). Dropped tokens and their
+weights never come back. A chunk attends to itself exactly and causally, and to the earlier tokens that are kept.
 
 All earlier attention decides which tokens are kept. Rows are therefore computed chunk by chunk within a layer, while other
 caches allow arbitrary blocks of rows. One pass over a sequence is still one pass over the layers.
@@ -84,14 +84,19 @@ class HeavyCache:
         return each(concatenate_tokens, [self.stored[side], new])
 
     def _evict(self) -> "HeavyCache":
-        count, heavy = self.positions.shape[1], self.eviction.heavy_tokens
+        count, sinks, heavy = self.positions.shape[1], self.eviction.sink_tokens, self.eviction.heavy_tokens
         older = max(0, count - self.eviction.window_tokens)
-        if older <= heavy:
+        if older <= sinks + heavy:
             return self
-        by_weight = self.weights[:, :older].sort(dim=1, descending=True, stable=True).indices
-        chosen = by_weight[:, :heavy].sort(dim=1).values
-        latest = torch.arange(older, count, device=chosen.device).expand(len(chosen), -1)
-        return self._select(torch.cat([chosen, latest], dim=1))
+        by_rank = self.ranks[:, sinks:older].sort(dim=1, descending=True, stable=True).indices
+        chosen = sinks + by_rank[:, :heavy].sort(dim=1).values
+        index = torch.arange(count, device=chosen.device).expand(len(chosen), -1)
+        return self._select(torch.cat([index[:, :sinks], chosen, index[:, older:]], dim=1))
+
+    @property
+    def ranks(self) -> Tensor:
+        """Numbers (H, n) of the kept tokens. Between the sinks and the window, those with the largest are kept."""
+        return self.weights
 
     def _select(self, index: Tensor) -> "HeavyCache":
         """Return a cache with only the tokens at these indices (H, n)."""

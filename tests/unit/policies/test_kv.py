@@ -60,6 +60,9 @@ def test_an_evicting_sequence_costs_only_its_kept_pages() -> None:
     assert held == 45 * GIB // (most - 4096 * KIB) * (64 + 4096)
     assert HEAVY_HITTERS.kept_tokens(131_072, LLAMA_8B) == 512
     assert HEAVY_HITTERS.sequence_bytes(LLAMA_8B, 131_072) == 512 * 128 * KIB
+    few_sinks = HEAVY_HITTERS.model_copy(update={"eviction": Eviction(window_tokens=256, heavy_tokens=256, sink_tokens=4)})
+    assert few_sinks.kept_tokens(131_072, LLAMA_8B) == 516
+    assert few_sinks.sequence_bytes(LLAMA_8B, 131_072) == 576 * 128 * KIB
 
 
 def test_a_few_sinks_take_a_whole_page_but_only_they_stay_live() -> None:
@@ -128,7 +131,7 @@ TWICE = {"layers": [1], "key": FP16_POLICY.key}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (HEAVY | {"sink_tokens": 4}, r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"),
+        (HEAVY | {"sink_tokens": 4}, r"eviction\.heavy_tokens=256 stores every token once: set sink_tokens"),
         ({"sink_tokens": 4, "eviction": {"window_tokens": 64}}, r"eviction\.sink_tokens=0 keeps fewer .* set at least 4"),
         ({"recent_tokens": 48, "eviction": {"window_tokens": 64}}, r"recent_tokens=48 must divide a page of 64 tokens"),
         (

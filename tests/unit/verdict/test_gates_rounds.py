@@ -164,5 +164,7 @@ def test_takes_effect_is_the_first_length_that_changes_the_cache(policy: KVPolic
 
 def test_heavy_hitters_evict_single_tokens() -> None:
     plain = SHIPPED["fp16"].model_dump()
-    policy = KVPolicy.model_validate(plain | {"eviction": {"window_tokens": 64, "heavy_tokens": 128}})
-    assert policy.takes_effect == {"kv.eviction.window_tokens": 193}
+    for sinks in (0, 4):
+        eviction = {"window_tokens": 64, "heavy_tokens": 128, "sink_tokens": sinks}
+        policy = KVPolicy.model_validate(plain | {"eviction": eviction})
+        assert policy.takes_effect == {"kv.eviction.window_tokens": 193 + sinks}
