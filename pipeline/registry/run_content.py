@@ -34,8 +34,8 @@ THEN = (
     KL, "quality/accuracy_loss", "memory/max_live_tokens", "quality/accuracy_candidate", "quality/ppl_ratio",
     "quality/top10_overlap", "quality/top1_agreement", "quality/rms_delta_p", "quality/kl_p999", "quality/kl_max",
     "quality/samples", "quality/covered_tokens", "quality/covered_batch", "perf/decode_tokens_per_s",
-    "perf/time_to_first_token_ms", "perf/inter_token_p50_ms", "perf/inter_token_p99_ms", "quality/acceptance_lookup_candidate",
-    "quality/acceptance_draft_candidate",
+    "perf/time_to_first_token_ms", "perf/inter_token_p50_ms", "perf/inter_token_p95_ms", "perf/inter_token_p99_ms",
+    "quality/acceptance_lookup_candidate", "quality/acceptance_draft_candidate",
 )  # fmt: skip
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Metrics per workload, in alphabetical order of workloads, until LIMIT is reached."""

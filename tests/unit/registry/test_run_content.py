@@ -24,13 +24,14 @@ def test_a_run_has_few_metrics_for_any_number_of_workloads(tmp_path: Path) -> No
 
 
 def test_deciding_metrics_come_first_under_the_same_names(tmp_path: Path) -> None:
-    own = {"quality/kl_mean": 0.0, "quality/recovery": 0.9, "memory/kib_per_token": 1.0}
+    own = {"perf/inter_token_p95_ms": 5.0, "quality/kl_mean": 0.0, "quality/recovery": 0.9, "memory/kib_per_token": 1.0}
     others = {"baseline/kib_per_token": 2.0, "noise/kl_mean": 0.0, "quality/accuracy_baseline": 0.5}
     candidate = judged_candidate(tmp_path, "fp8", metrics={**own, **others})
     shown = baseline_metrics(candidate)
     assert {name: shown[name] for name in FIRST} == dict(zip(FIRST, (1.0, -9.0, 2.0), strict=True))
     assert shown["quality/accuracy_candidate"] == 0.5
-    assert list(candidate_metrics(candidate).items()) == [*zip(FIRST, (0.9, -9.0, 1.0), strict=True), ("quality/kl_mean", 0.0)]
+    then = ("quality/kl_mean", 0.0), ("perf/inter_token_p95_ms", 5.0)
+    assert list(candidate_metrics(candidate).items()) == [*zip(FIRST, (0.9, -9.0, 1.0), strict=True), *then]
     assert baseline_metrics(candidate.model_copy(update={"metrics": own})) == {}
 
 
