@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.config.explain import explain_validation
 from pipeline.config.override_syntax import written
-from stages.core.errors import EXIT_CODES, Refusal, UserError, describe, exit_code, short
+from stages.core.errors import EXIT_CODES, Refusal, UserError, describe, exit_code
 from stages.policies.policy import KVPolicy
 
 P = ParamSpec("P")
@@ -43,11 +45,8 @@ def make_policy(**values: Any) -> KVPolicy:
     try:
         return KVPolicy(**values)
     except ValidationError as error:
-        lines = []
-        for problem in error.errors(include_url=False):
-            key, reason = ".".join(map(str, problem["loc"])), problem["msg"]
-            lines.append(f"KVPolicy.{key}: {reason[0].lower()}{reason[1:]} (got {short(repr(problem['input']))}); correct it")
-        raise UserError("\n".join(lines)) from None
+        lines = explain_validation(error, OmegaConf.create(dict.fromkeys(KVPolicy.model_fields)))
+        raise UserError("\n".join(f"KVPolicy.{line}" for line in lines)) from None
 
 
 def compose(values: Mapping[str, object]) -> Config:

@@ -23,7 +23,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         location = problem["loc"]
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
             continue  # the problems of the list's items have their own lines
-        if location[1:2] == (composed.backend.get("name"),):  # pydantic inserts the tag of the union
+        if location[1:2] == (OmegaConf.select(composed, "backend.name"),):  # pydantic inserts the tag of the union
             location = location[:1] + location[2:]
         *_, key = places = list(accumulate(map(str, location), "{}.{}".format)) or [""]
         texts = [text for text in map(raw.get, places) if isinstance(text, str)]
@@ -37,9 +37,6 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{key}: {_unknown(location, composed)}")
             if key == "experiment":
                 lines[-1] = "experiment: its file begins without '# @package _global_'; write that into its first line"
-        elif problem["type"] == "union_tag_invalid":
-            choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
-            lines.append(f"{key}.name={value['name']}: no such option{suggest(str(value['name']), choices)}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing; give it a value")
         elif problem["type"] == "value_error":  # messages of kvgate's validators begin with the key

@@ -71,23 +71,18 @@ def readable(argument: str, parser: OverridesParser) -> str:
     """Return a command-line argument in Hydra's grammar; a value that the grammar cannot parse is quoted as one text.
 
     Paths may contain letters, `=`, `#`, brackets and quotes. The user must quote texts in lists and texts with commas, since
-    commas may separate the values of a sweep.
-
-    Raises:
-        UserError: The argument cannot be parsed even with a quoted value, or its value may be several texts.
+    commas may separate the values of a sweep. Raises UserError if the argument cannot be parsed.
     """
     if _is_read(argument, parser):
         return argument
     key, equals, value = argument.partition("=")
-    title, text = short(redact_text(argument), 200), f"{key}={quoted(value)}"
-    if not equals or not _is_read(text, parser):
-        raise UserError(f"{title}: cannot be read as KEY=VALUE; write KEY=VALUE with a key that exists")
-    if BRACKETED.fullmatch(value):
-        example = shlex.quote(key + ('=["TEXT"]' if value.startswith("[") else '={name: "TEXT"}'))
-        raise UserError(f"{title}: cannot be read as a list or a dict; quote its texts, but no names, as in {example}")
-    if "," in value:
-        raise UserError(f"{title}: cannot be read; quote the text, as in {as_text(title)}, or each one of a sweep")
-    return text
+    text = f"{key}={quoted(value)}"
+    if equals and "," not in value and not BRACKETED.fullmatch(value) and _is_read(text, parser):
+        return text
+    raise UserError(
+        f"{short(redact_text(argument), 200)}: cannot be read; write KEY=VALUE, and quote texts with commas or in lists and "
+        """dicts, but no names, as in 'KEY="TEXT, TEXT"' and 'KEY={name: "TEXT"}'"""
+    )
 
 
 def refuse_contradictions(arguments: Sequence[str]) -> None:
@@ -102,7 +97,7 @@ def refuse_contradictions(arguments: Sequence[str]) -> None:
 
 
 def _is_read(argument: str, parser: OverridesParser) -> bool:
-    with suppress(OverrideParseException):
+    with suppress(OverrideParseException, ValueError):  # ValueError: a number of thousands of digits
         return bool(parser.parse_overrides([argument]))
     return False
 
@@ -133,11 +128,8 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
     if options and not isinstance(override.value(), Glob):
         swept = override.is_sweep_override()
         for value in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:
-            if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
-                shown_value = "null" if value is None else short(value, 200)
-                return f"{key}={shown_value}: is not the name of an option; choose one of {', '.join(options)}"
-            if value is not None and value not in options:
-                return f"{key}={value}: no such option{suggest(str(value), options)}"
+            if value not in options and (value, key) != (None, "experiment"):
+                return f"{key}={'null' if value is None else short(value, 200)}: no such option{suggest(str(value), options)}"
     return None
 
 

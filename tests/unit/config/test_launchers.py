@@ -118,9 +118,9 @@ def test_an_unknown_launcher_or_one_that_names_code_is_refused(name: str) -> Non
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ("stage=promote", "stage=promote: works on the whole work directory.*leave -m out"),
-        ("stage=evaluate,rollback", "stage=rollback: works on the whole work directory"),
-        ("stage=recommend", "stage=recommend: compares all policies in one run"),
+        ("stage=promote", "stage=promote: cannot be a job of a sweep; leave out -m"),
+        ("stage=evaluate,rollback", "stage=rollback: cannot be a job of a sweep"),
+        ("stage=recommend", "stage=recommend: cannot be a job of a sweep"),
     ],
 )
 def test_no_job_of_a_sweep_promotes_or_plans(asked: str, why: str) -> None:
