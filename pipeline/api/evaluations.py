@@ -55,12 +55,8 @@ class Evaluation:
         return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{covered})"
 
 
-COMMAND_LINE_ONLY = {
-    "stage": "evaluate is stage=evaluate",
-    "dry": "evaluate judges; python -m pipeline stage=evaluate dry=true shows the work",
-    "log": "controls a command's output; verbose=True prints it here",
-}
-"""Command-line keys that a call does not take, with the reason."""
+COMMAND_LINE_ONLY = ("stage", "dry", "log")
+"""Keys of the command line that a call does not take."""
 
 
 @raises_refusals
@@ -87,9 +83,9 @@ def evaluate(
         >>> result = evaluate("/models/Qwen3-0.6B", kv="int8", workdir="/data/kvgate")  # doctest: +SKIP
         >>> result.verdict, result.report.overall.fidelity.kl_mean  # doctest: +SKIP
     """
-    for key, why in COMMAND_LINE_ONLY.items():
+    for key in COMMAND_LINE_ONLY:
         if key in overrides:
-            raise UserError(f"{key}={overrides[key]}: {why}; leave it out")
+            raise UserError(f"{key}={overrides[key]}: is a key of the command line only; leave it out")
     policy_keys = [key for key in overrides if key.startswith("kv.")]
     if isinstance(kv, KVPolicy) and policy_keys:
         raise UserError(f"{policy_keys[0]}: the policy is given whole; set it there")

@@ -10,8 +10,7 @@ from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
-from pipeline.cli.prune import prune
-from pipeline.cli.status import show_status
+from pipeline.cli.upkeep import prune, show_status
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -104,7 +105,8 @@ def show_page(
         if store is None:
             return
         if any(exhibit.private for exhibit in exhibits):
-            page = write_page(Path(scratch) / PAGE, [exhibit.without_private for exhibit in exhibits], about)
+            public = [replace(exhibit, samples=()) if exhibit.private else exhibit for exhibit in exhibits]
+            page = write_page(Path(scratch) / PAGE, public, about)
         for candidate in candidates:
             if candidate.version:
                 store.attach(candidate.run_id, [page])
@@ -129,20 +131,15 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         evidence = read_evidence(candidate.identity.path.parent)
     except UserError as error:
         return Exhibit(candidate, problem=str(error))
-    problem, private, samples = evidence.problem, set[str](), list[Sample]()
+    problem, private, samples = evidence.problem, False, list[Sample]()
     try:
         workloads = requested_workloads(evidence)
-        samples = load_samples(workloads)
+        samples, private = load_samples(workloads), workloads.own is not None
         if workloads.lengths:
             from stages.evaluate.inputs.lengths import fit_lengths
             from stages.evaluate.inputs.tokens import BundleTokenizer
 
             samples = fit_lengths(samples, BundleTokenizer(candidate.engine.path), workloads)
-        if workloads.jsonl is not None:
-            generated = load_samples(workloads.model_copy(update={"jsonl": None}))
-            private = {sample.id for sample in samples} - {sample.id for sample in generated}
-        elif workloads.documents is not None:
-            private = {sample.id for sample in samples}
     except Refusal as error:
         problem = problem or f"its prompts cannot be made again: {error}"
     return Exhibit(

@@ -114,7 +114,8 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     asked = [questions(samples) for samples in rounds]
     first, longest = asked[0], max(question.prompt + question.answer for group in asked for question in group)
     both = [_ask(group, config.batch_size) * (2 + OWN_WORDS) for group in asked]
-    once = 2 * (_noise(first, config) + _load(config))
+    noise = _choose(first, config.noise_samples)
+    once = 2 * (_ask(noise, 2) + _load(config))
     once += _ask(sorted(first, key=lambda question: question.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
     reference = NO_WORK
     if not config.is_quick_check:
@@ -147,16 +148,6 @@ def _choose(asked: Iterable[Question], count: int) -> list[Question]:
         if question.sample.judged and len(chosen[question.sample.workload]) < count:
             chosen[question.sample.workload].append(question)
     return list(chain.from_iterable(chosen.values()))
-
-
-def _noise(asked: Sequence[Question], config: WorkloadsConfig) -> Work:
-    """Return the work of the noise floor: some questions in small batches, and their free answers."""
-    if not config.noise_samples:
-        return NO_WORK
-    longest = max(asked, key=lambda question: question.prompt)
-    repeated = list(dict.fromkeys([*_choose(asked, config.noise_samples), longest]))
-    free = (prefill(question.prompt) + decode(question.answer, question.prompt, 2) for question in repeated)
-    return _ask(repeated, 2) + sum(free, NO_WORK)
 
 
 def _load(config: WorkloadsConfig) -> Work:

@@ -5,8 +5,8 @@ Jinja escapes HTML; `shown` masks secrets and replaces characters that a browser
 
 import math
 import unicodedata
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -31,15 +31,10 @@ class Exhibit:
     """The report's samples."""
     samples: Sequence[Sample] = ()
     """Samples with their prompts. Answers to samples that are missing here are shown without a prompt."""
-    private: Set[str] = frozenset()
-    """Ids of the user's own samples, whose prompts are not uploaded to the tracking store."""
+    private: bool = False
+    """Whether samples are the user's own, whose prompts are not uploaded to the tracking store."""
     evidence: Path | None = None
     """Directory for `stage=verify bundle=`."""
-
-    @property
-    def without_private(self) -> "Exhibit":
-        """A copy without the prompts of the user's own samples."""
-        return replace(self, samples=[sample for sample in self.samples if sample.id not in self.private], private=frozenset())
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from helpers.registry.judged_engine import candidate_of, config_of, judged_engin
 from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
 
-from pipeline.cli.prune import PrunePlan, make_plan, remove
-from pipeline.cli.status import show_status
+from pipeline.cli.upkeep import PrunePlan, make_plan, remove, show_status
 from pipeline.config.config import ENVIRONMENT, Config, Tracking
 from pipeline.evidence.identity import read_identity
 from pipeline.evidence.retention import Piece, distinct_bytes, take_inventory, walk

@@ -34,9 +34,9 @@ from stages.verdict.thresholds import RULES
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dry": True}, "dry=True: evaluate judges; python -m pipeline stage=evaluate dry=true shows the work"),
-        ({"log": "json"}, "log=json: controls a command's output; verbose=True prints it here; leave it out"),
-        ({"stage": "build"}, "stage=build: evaluate is stage=evaluate; leave it out"),
+        ({"dry": True}, "dry=True: is a key of the command line only; leave it out"),
+        ({"log": "json"}, "log=json: is a key of the command line only; leave it out"),
+        ({"stage": "build"}, "stage=build: is a key of the command line only; leave it out"),
         ({"seed": "1"}, "seed: input should be a valid integer (got '1')"),
         ({"seed": -1, "backend.threads": 0}, "\n"),
         ({"seed": {1}}, "seed: a set is not a value of a configuration"),
