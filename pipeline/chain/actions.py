@@ -14,8 +14,7 @@ from pipeline.cli.upkeep import prune, show_status
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage
-from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.evidence.reading import bundle_directory, find_evidence, judged_candidate, read_evidence
+from pipeline.evidence.reading import bundle_directory, find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
 from pipeline.registry import routing, summary
@@ -27,7 +26,7 @@ from stages.core.errors import GateRefusal, UserError
 from stages.core.files import store_of
 from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.delivery import scale_findings
-from stages.verdict.candidate import Candidate, Cited
+from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 
@@ -57,16 +56,13 @@ def evaluate(run: Run) -> None:
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
         evaluation = steps.report()
-        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with show_progress("deciding"):
-            verdict = decide(report, rows, config.gates)
-        sealed = steps.identity(evaluation, verdict)
-        cited = Cited(path=sealed.path / IDENTITY_FILE, digest=sealed.files[IDENTITY_FILE])
-        candidate = judged_candidate(read_identity(cited.path), cited, report, run.engine_steps.store.root)
-        candidate = candidate.model_copy(update={"name": run.label})
+            verdict = decide(load_report(evaluation.path), load_rows(evaluation.path), config.gates)
+        evidence = read_evidence(steps.identity(evaluation, verdict).path)
+        candidate = evidence.candidate(run.label)
         if store is not None:
             with show_progress("registering the engine"):
-                candidate = store.register(run_id, candidate, rows)
+                candidate = store.register(run_id, candidate, evidence.rows)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, quick_check=config.workloads.is_quick_check)
 

@@ -43,13 +43,6 @@ def round_input(number: int) -> str:
     return f"round_{number}"
 
 
-def measured_role(name: str) -> Role | None:
-    """Return the engine on which an input of an evaluation was measured; None for an input without measurements."""
-    if name == "once" or name.startswith("round_"):
-        return "engine"
-    return "baseline" if name in ("encoded", "baseline_once") or name.startswith("answers") else None
-
-
 # An identity may come from an untrusted source. Values that match these patterns become paths, which must not leave the store
 # or the identity's folder. A name of dots alone is not a file.
 STAGE, KEY, WORKLOADS_FILE = "^[a-z_]+$", "^[0-9a-f]{64}$", r"^workloads/[^/\x00]*[^/.\x00][^/\x00]*$"

@@ -19,7 +19,6 @@ from pipeline.evidence.identity import (
     Link,
     Role,
     answers_input,
-    measured_role,
     read_identity,
     round_input,
 )
@@ -46,8 +45,34 @@ class Evidence:
     rows: list[SampleRow]
     problem: str | None
     """Reason why the report or its samples are unreadable; None if they are readable or missing."""
-    engine: Path | None
-    baseline: Path | None
+
+    @property
+    def engine(self) -> Path | None:
+        return bundle_of(self.directory, "engine", self.identity)
+
+    @property
+    def baseline(self) -> Path | None:
+        return bundle_of(self.directory, "baseline", self.identity)
+
+    def candidate(self, name: str) -> Candidate:
+        """Return the judged engine as a candidate with a display name. The evidence must be in a store, with its report."""
+        assert self.report is not None, "the caller checks it"
+        identity, store = self.identity, self.directory.parent.parent
+        engine, baseline, evaluation = identity.reads
+        reported = {name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)}
+        return Candidate(
+            name=name,
+            policy=identity.policy,
+            model=identity.model,
+            backend=identity.backend,
+            **Candidate.decided(identity.verdict),
+            metrics=self.report.metrics,
+            engine=Cited(path=store / engine.place, digest=engine.digest),
+            baseline=Cited(path=store / baseline.place, digest=baseline.digest),
+            report=Cited(path=store / evaluation.place / REPORT_FILE, digest=files_digest(reported)),
+            identity=Cited(path=self.directory / IDENTITY_FILE, digest=file_digest(self.directory / IDENTITY_FILE)),
+            checkpoint=identity.sources.get("checkpoint"),
+        )
 
 
 def bundle_directory(path: str) -> Path:
@@ -105,8 +130,7 @@ def read_evidence(directory: Path) -> Evidence:
             report, rows = load_report(directory), load_rows(directory)
         except ValueError as error:  # not UTF-8, not JSON, or not a report
             report, problem = None, str(error).splitlines()[0]
-    engine, baseline = bundle_of(directory, "engine", identity), bundle_of(directory, "baseline", identity)
-    return Evidence(directory, identity, report, rows, problem, engine, baseline)
+    return Evidence(directory, identity, report, rows, problem)
 
 
 def bundle_of(directory: Path, role: Role, identity: Lineage) -> Path | None:
@@ -136,43 +160,23 @@ def registered_evidence(directories: Mapping[str, Path], version: Version) -> Ev
     return evidence
 
 
-def judged_candidate(identity: Identity, cited: Cited, report: EvaluationReport, store: Path) -> Candidate:
-    """Return the candidate of an identity, which `cited` cites: its verdict, and citations of artifacts in a store."""
-    engine, baseline, evaluation = identity.reads
-    reported = {name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)}
-    return Candidate(
-        name=identity.policy,
-        policy=identity.policy,
-        model=identity.model,
-        backend=identity.backend,
-        **Candidate.decided(identity.verdict),
-        metrics=report.metrics,
-        engine=Cited(path=store / engine.place, digest=engine.digest),
-        baseline=Cited(path=store / baseline.place, digest=baseline.digest),
-        report=Cited(path=store / evaluation.place / REPORT_FILE, digest=files_digest(reported)),
-        identity=cited,
-        checkpoint=identity.sources.get("checkpoint"),
-    )
-
-
 def lineage(identity: Identity) -> list[Finding]:
     """Check that every artifact's key and digest match its manifest, and that its inputs are artifacts of the chain."""
     titles = ", ".join(link.title for link in identity.chain)
-    problems = [*_problems(identity), *_round_problems(identity)]
-    findings = [Finding(f"chain: {link.title}", "differs", detail) for link, detail in problems]
+    findings = [Finding(f"chain: {link.title}", "differs", detail) for link, detail in _problems(identity)]
     return findings or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")]
 
 
 def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
-    """Yield keys and digests that are not their manifest's, and inputs from elsewhere."""
+    """Yield keys and digests that are not their manifest's, inputs from elsewhere, and measurements of other engines."""
+    provided = set[str]().union(*(link.provides() for link in identity.chain))
+    converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
+    by_digest, evaluation = {link.digest: link for link in identity.chain}, identity.link("evaluation")
     for link in identity.chain:
         if json_digest(link.parts) != link.key:
             yield link, "its key does not match its config, inputs, code or libraries"
         if files_digest(link.files) != link.digest:
             yield link, "its digest does not match its table of files"
-    provided = set[str]().union(*(link.provides() for link in identity.chain))
-    converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
-    for link in identity.chain:
         for name, digest in link.inputs.items():
             if name not in USER_INPUTS:
                 is_known = digest in provided
@@ -180,16 +184,8 @@ def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
                 is_known = name != "checkpoint" or not converted or digest in converted
             if not is_known:
                 yield link, f"its input {name} {digest[:12]} is not an artifact of this chain"
-
-
-def _round_problems(identity: Identity) -> Iterator[tuple[Link, str]]:
-    """Yield measurements of other engines, and rounds that were not compared with the baseline's answers of the same round."""
-    evaluation = identity.link("evaluation")
-    by_digest = {link.digest: link for link in identity.chain}
-    for name, digest in evaluation.inputs.items():
-        link, role = by_digest.get(digest), measured_role(name)
-        if link is not None and role is not None and link.inputs.get(role) != identity.link(role).digest:
-            yield link, f"is a round of another {role}"
+            elif name in ("engine", "baseline") and digest != evaluation.inputs[name]:
+                yield link, f"is a round of another {name}"
     for number in takewhile(lambda number: round_input(number) in evaluation.inputs, count(1)):
         compared = by_digest.get(evaluation.inputs[round_input(number)])
         if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):

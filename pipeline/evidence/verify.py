@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from pipeline.config.signing import SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
-from pipeline.evidence.reading import Evidence, judged_candidate, lineage, registered_evidence
+from pipeline.evidence.reading import Evidence, lineage, registered_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding, RegisteredEngine
 from pipeline.registry.tracking import Version
@@ -33,7 +33,7 @@ from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import FILES_WITH_END_TOKENS, TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.verdict.candidate import Candidate, Cited
+from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -88,19 +88,18 @@ def registered_engine(
         GateRefusal: the evidence is missing or unreadable, or other rules decided.
     """
     evidence = registered_evidence(directories, version)
-    identity, report, store = evidence.identity, evidence.report, evidence.directory.parent.parent
+    candidate, report = evidence.candidate(version.name), evidence.report
     assert report is not None, "registered_evidence checks it"
     record = dict[str, Any]()
     with suppress(UserError):  # the replay reports a bundle that cannot be read
-        record = read_bundle(store / identity.link("engine").place)
+        record = read_bundle(candidate.engine.path)
     try:
-        policy, built_for = identity.kv, Limits.of_bundle(record)
-        verdict = identity.verdict if gates is None else decide(report, evidence.rows, gates)
+        policy, built_for = evidence.identity.kv, Limits.of_bundle(record)
+        verdict = evidence.identity.verdict if gates is None else decide(report, evidence.rows, gates)
     except (KeyError, ValueError) as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
-    cited = Cited(path=evidence.directory / IDENTITY_FILE, digest=version.identity_digest)
-    names = {"name": version.tags.get("kv", identity.policy), "run_id": version.run_id, "version": version.number}
-    candidate = judged_candidate(identity, cited, report, store).model_copy(update=names | Candidate.decided(verdict))
+    registered = {"run_id": version.run_id, "version": version.number}
+    candidate = candidate.model_copy(update=registered | Candidate.decided(verdict))
     workloads = frozenset(row.workload for row in evidence.rows)
     return RegisteredEngine(candidate, report.limits, built_for, policy, workloads, partial(replay, evidence, signing))
 

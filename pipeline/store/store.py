@@ -27,11 +27,11 @@ from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.digest import files_digest, json_digest, tree_files
 from stages.core.errors import UserError
 from stages.core.files import STORE_FILE, sweep_pool, write_atomically
-from stages.core.strict import parse_json, read_file
+from stages.core.strict import Unreadable, parse_json, read_file
 
 MANIFEST = ".manifest.json"
-STORE_VERSION = 1
-"""Version of a store's layout and manifests. A store without the file has version 1."""
+LAYOUT = '{"schema_version": 1}\n'
+"""Content of STORE_FILE, which names the layout of the store and its manifests. A store without the file has this layout."""
 SCRATCH = re.compile(r"\.([0-9a-f]{32})-.+")
 PARTIAL = ".partial"
 """Folder of a store with unfinished, resumable artifacts: `STAGE/KEY`."""
@@ -97,7 +97,7 @@ class Store:
         marker = self.root / STORE_FILE
         if not marker.exists():
             self.root.mkdir(parents=True, exist_ok=True)
-            write_atomically(marker, json.dumps({"schema_version": STORE_VERSION}) + "\n")
+            write_atomically(marker, LAYOUT)
         self._sweep()
         self._prepared = True
 
@@ -182,16 +182,15 @@ def _users(root: Path) -> list[str]:
 
 
 def check_store(root: Path) -> None:
-    """Raise UserError for a store of an unknown version."""
+    """Raise UserError for a store with another layout."""
     path = root / STORE_FILE
-    if not path.exists():
-        return
     try:
-        version = parse_json(read_file(path, MAX_BYTES))["schema_version"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: has no schema_version; restore it, or give another workdir") from error
-    if type(version) is not int or version != STORE_VERSION:
-        raise UserError(f"{path}: the store is of a newer kvgate (schema_version {version}); use that one, or another workdir")
+        if read_file(path, MAX_BYTES).decode(errors="replace") == LAYOUT:
+            return
+    except Unreadable:
+        if not os.path.lexists(path):
+            return
+    raise UserError(f"{path}: the store is of another version of kvgate, or damaged; use that version, or give another workdir")
 
 
 def lock_of(target: Path) -> Path:

@@ -157,12 +157,10 @@ def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
     assert str(tmp_path) not in (moved.path / MANIFEST).read_text()
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"), [('{"schema_version": 2}', "newer kvgate"), ("[]", "no schema_version"), ("{", "no")]
-)
-def test_a_store_of_another_form_is_refused_with_a_line(content: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / STORE_FILE).write_text(content)
-    with pytest.raises(UserError, match=problem):
+@pytest.mark.parametrize("content", ['{"schema_version": 2}', "[]", "\udcff"])
+def test_a_store_of_another_form_is_refused_with_a_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / STORE_FILE).write_text(content, errors="surrogateescape")
+    with pytest.raises(UserError, match="the store is of another version of kvgate, or damaged; use that version"):
         make_artifact(Store(tmp_path), recipe(), write_one)
     assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]
 
