@@ -44,6 +44,8 @@ RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
 """Loggers to silence: they log dozens of lines while a new file migrates, the tracebacks of raised exceptions, and texts that
 MLflow cuts to its limits."""
+MAX_VERSIONS = 200_000
+"""Maximum versions in one answer of MLflow."""
 ADDRESSES = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -109,21 +111,15 @@ class RegistryReader:
 
     def registered(self, identities: Collection[str]) -> list[RegisteredModel]:
         """Return the configured registered model, and each model with a version that cites a given identity."""
-        models = dict[str, RegisteredModel]()
-
-        def read(name: str) -> None:
+        known = self.client.search_model_versions(f"tags.{IDENTITY_TAG} LIKE '%'", max_results=MAX_VERSIONS)
+        names = {str(entry.name) for entry in known if entry.tags[IDENTITY_TAG] in identities}
+        models = []
+        for name in sorted({self.location.model_name, *names}):
             with suppress(MlflowException):  # nothing was registered yet
                 model = self.model(name)
                 engines = {version.number: self.engine_digest(version) for version in model.pointed_at.values()}
-                models[name] = replace(model, engines=engines)
-
-        read(self.location.model_name)
-        for digest in sorted(identities):
-            if not any(digest == version.identity_digest for model in models.values() for version in model.versions.values()):
-                citing = self.client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")
-                for name in {str(entry.name) for entry in citing}:
-                    read(name)
-        return [models[name] for name in sorted(models)]
+                models.append(replace(model, engines=engines))
+        return models
 
     def champion(self, names: Sequence[str]) -> Version | None:
         """Return the champion of the first registered model in `names` that has one; None if no model has one."""
