@@ -1,8 +1,8 @@
 """Upkeep of a work directory: `stage=status` shows what serves, was judged and lies on disk; `stage=prune` removes artifacts.
 
 An artifact is removed or kept as a whole, because verification needs all of its files. Nothing is removed while another process
-uses the store (`pipeline.store.store.used` and `alone`). A removal first renames an artifact to the name of a leftover,
-which every later command removes. So a killed removal leaves only whole artifacts.
+uses the store (`pipeline.store.store.used` and `alone`). A removal first makes an artifact unfinished work, which every later
+command removes. So a killed removal leaves only whole artifacts.
 """
 
 import os
@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from secrets import token_hex
 
 from rich.filesize import decimal
 from rich.markup import escape
@@ -26,7 +25,7 @@ from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, first_
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
-from pipeline.store.store import USE_LOCK, alone
+from pipeline.store.store import USE_LOCK, alone, unfinished
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import POOL
 
@@ -196,8 +195,10 @@ def remove(root: Path, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         path = piece.path
         if piece.is_artifact:
-            # the name of a temporary directory: a later command removes it if this process is killed
-            path = path.rename(path.with_name(f".{path.name}-prune{token_hex(8)}"))
+            # unfinished work, which a later command removes if this process is killed
+            scratch = unfinished(root, piece.kind, path.name, resumable=False)
+            scratch.parent.mkdir(parents=True, exist_ok=True)
+            path = path.rename(scratch)
         shutil.rmtree(path)
     for file in (root / POOL).glob("*"):
         if file.stat().st_nlink == 1:

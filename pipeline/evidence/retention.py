@@ -29,11 +29,11 @@ from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel, locate
-from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, read_manifest
+from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, read_manifest
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import Refusal, UserError, describe
 
-UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
+UNFINISHED, SCRATCH = "unfinished", "scratch"
 """Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
 
 
@@ -44,7 +44,7 @@ class Piece:
     place: str
     """Path relative to the store's root: `build/0bbee01def1948b5e69ef32590a029cc`."""
     kind: str
-    """Stage of an artifact, or `UNFINISHED` or `SCRATCH_KIND`."""
+    """Stage of an artifact, or `UNFINISHED` or `SCRATCH`."""
     path: Path
     files: Mapping[tuple[int, int], int]
     """(device, inode) of every file -> its bytes. Hard links share an inode."""
@@ -53,7 +53,7 @@ class Piece:
 
     @property
     def is_artifact(self) -> bool:
-        return self.kind not in (UNFINISHED, SCRATCH_KIND)
+        return self.kind not in (UNFINISHED, SCRATCH)
 
 
 def walk(root: Path) -> list[Piece]:
@@ -62,11 +62,11 @@ def walk(root: Path) -> list[Piece]:
     for directory in sorted(root.glob("[!.]*/*")):
         if directory.is_symlink():
             continue
-        if SCRATCH.fullmatch(directory.name) and directory.is_dir():
-            pieces.append(_piece(root, SCRATCH_KIND, directory))
-        elif (directory / MANIFEST).is_file():
+        if (directory / MANIFEST).is_file():
             pieces.append(_piece(root, directory.parent.name, directory))
-    return pieces + [_piece(root, UNFINISHED, directory) for directory in sorted((root / PARTIAL).glob("*/*"))]
+    for directory in sorted((root / PARTIAL).glob("*/*")):
+        pieces.append(_piece(root, SCRATCH if directory.name.startswith(".") else UNFINISHED, directory))
+    return pieces
 
 
 def distinct_bytes(pieces: Iterable[Piece]) -> int:

@@ -3,7 +3,8 @@
 An artifact's key covers its stage, the config that the stage uses, the digests of its inputs, the code, the library versions
 and the hardware. An artifact is made in a temporary directory, its manifest is written last, and a rename makes it visible.
 So an interrupted artifact never looks finished, and a failure is never cached. Only long work that runs sample by sample is
-resumable: its directory is `.partial/STAGE/KEY` of the store, and the next attempt with this key continues in this directory.
+resumable: its directory `.partial/STAGE/KEY` is kept, and the next attempt with this key continues in this directory. Other
+unfinished work has a dot before its key.
 
 A store contains no paths to itself, so it may be moved with its work directory. `.store.json` holds the version of its layout.
 Leftovers of dead processes are removed when the store is next written to. A living process holds the lock of its artifact.
@@ -11,9 +12,7 @@ Leftovers of dead processes are removed when the store is next written to. A liv
 
 import json
 import os
-import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,9 +31,8 @@ from stages.core.strict import Unreadable, parse_json, read_file
 MANIFEST = ".manifest.json"
 LAYOUT = '{"schema_version": 1}\n'
 """Content of STORE_FILE, which names the layout of the store and its manifests. A store without the file has this layout."""
-SCRATCH = re.compile(r"\.([0-9a-f]{32})-.+")
 PARTIAL = ".partial"
-"""Folder of a store with unfinished, resumable artifacts: `STAGE/KEY`."""
+"""Folder of a store with unfinished artifacts: `STAGE/KEY` if they are resumable, otherwise `STAGE/.KEY`."""
 USE_LOCK = ".lock"
 """Lock file at the root of a store; a removal of artifacts holds it."""
 USERS = ".users"
@@ -72,11 +70,8 @@ class Store:
                 yield Entry(existing, existing.path)
                 return
             started = time.monotonic()
-            if resumable:
-                scratch = self.root / PARTIAL / recipe.stage / recipe.key
-                scratch.mkdir(parents=True, exist_ok=True)
-            else:
-                scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+            scratch = unfinished(self.root, recipe.stage, recipe.key, resumable=resumable)
+            scratch.mkdir(parents=True, exist_ok=True)
             entry = Entry(None, scratch)
             try:
                 yield entry
@@ -102,22 +97,19 @@ class Store:
         self._prepared = True
 
     def _sweep(self) -> None:
-        for directory in self.root.glob("[!.]*/.*-*"):
-            match = SCRATCH.fullmatch(directory.name)
-            if match is not None:
-                _remove_abandoned(directory, directory.with_name(match[1]))
-        for directory in (self.root / PARTIAL).glob("*/*"):
-            target = self.root / Recipe.place(directory.parent.name, directory.name)
+        for scratch in (self.root / PARTIAL).glob("*/*"):
+            target = self.root / Recipe.place(scratch.parent.name, scratch.name.removeprefix("."))
             with suppress(OSError):  # another process may sweep too
-                touched = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
-                if target.is_dir() or time.time() - touched > RESUMABLE_S:
-                    _remove_abandoned(directory, target)
+                touched = max(path.lstat().st_mtime for path in (scratch, *scratch.rglob("*")))
+                if scratch.name.startswith(".") or target.is_dir() or time.time() - touched > RESUMABLE_S:
+                    with locked_at_once(lock_of(target)) as abandoned:
+                        if abandoned:
+                            shutil.rmtree(scratch, ignore_errors=True)
         sweep_pool(self.root)
 
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
         manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}
-        scratch.chmod(0o755)  # mkdtemp makes it private to this user
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
     def verified(self, recipe: Recipe, *, reused: bool = True) -> Artifact | None:
@@ -197,13 +189,12 @@ def lock_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.lock")
 
 
-def _remove_abandoned(scratch: Path, target: Path) -> None:
-    """Remove a scratch directory if no process is making the artifact `target` any more."""
-    if not target.parent.is_dir():
-        return
-    with locked_at_once(lock_of(target)) as abandoned:
-        if abandoned:
-            shutil.rmtree(scratch, ignore_errors=True)
+def unfinished(root: Path, stage: str, key: str, *, resumable: bool) -> Path:
+    """Return the directory of an unfinished artifact, whose lock the caller holds. Unless `resumable`, it is removed first."""
+    scratch = root / PARTIAL / stage / (key if resumable else f".{key}")
+    if not resumable:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return scratch
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from helpers.registry.stores import make_artifact
 import stages
 from pipeline.store import locks
 from pipeline.store.locks import locked, locked_at_once
-from pipeline.store.store import MANIFEST, USE_LOCK, USERS, Store, alone, read_manifest, used
+from pipeline.store.store import MANIFEST, PARTIAL, USE_LOCK, USERS, Store, alone, lock_of, read_manifest, used
 from stages.core import digest
 from stages.core.artifact import Recipe
 from stages.core.errors import MissingRequirement, UserError
@@ -90,7 +90,7 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(RuntimeError, match="disk on fire"):
         make_artifact(store, recipe(), fail)
-    assert [p for p in (tmp_path / "demo").iterdir() if p.is_dir()] == []
+    assert [path for path in tmp_path.glob("**/demo/*") if path.is_dir()] == []
     assert not make_artifact(store, recipe(), write_one).reused
 
 
@@ -116,21 +116,19 @@ def test_a_resumable_artifact_continues_from_its_own_recipe(tmp_path: Path) -> N
 
 
 def test_only_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
-    made = make_artifact(Store(tmp_path), recipe(a=1), write_one)
-    others = {a: Store(tmp_path).path(recipe(a=a)) for a in (2, 3)}
-    for target in (made.path, *others.values()):
-        target.with_name(f".{target.name}-abcd").mkdir()
-        (target.with_name(f".{target.name}-abcd") / "half").write_text("x")
-    for a in (1, 2, 3):
-        (tmp_path / ".partial" / "demo" / recipe(a=a).key).mkdir(parents=True)
-    living = others[2]
-    with locked_at_once(living.with_name(f".{living.name}.lock")) as held:
+    make_artifact(Store(tmp_path), recipe(a=1), write_one)
+    keys = {a: recipe(a=a).key for a in (1, 2, 3)}
+    for key in keys.values():
+        for name in (key, f".{key}"):
+            (tmp_path / PARTIAL / "demo" / name).mkdir(parents=True)
+            (tmp_path / PARTIAL / "demo" / name / "half").write_text("x")
+    with locked_at_once(lock_of(Store(tmp_path).path(recipe(a=2)))) as held:
         assert held
         make_artifact(Store(tmp_path), recipe(a=4), write_one)
-    left = {path.name for path in (tmp_path / "demo").glob(".*-*")}
-    assert left == {f".{living.name}-abcd"}
     # A resumable scratch folder stays; a finished artifact needs none.
-    assert {path.name for path in (tmp_path / ".partial" / "demo").iterdir()} == {recipe(a=a).key for a in (2, 3)}
+    assert {path.name for path in (tmp_path / PARTIAL / "demo").iterdir()} == {keys[2], f".{keys[2]}", keys[3]}
+    made = make_artifact(Store(tmp_path), recipe(a=2), write_one)
+    assert sorted(made.files) == ["sub/one.txt"], "made in an empty directory"
 
 
 def test_a_store_names_its_users_and_others_can_lock_it(tmp_path: Path) -> None:
