@@ -243,7 +243,7 @@ def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "problem"), [(os.mkfifo, "is a pipe, a socket or a device"), (Path.mkdir, "(Is a directory); give a file")]
+    ("make", "problem"), [(os.mkfifo, "is a pipe, a socket or a device"), (Path.mkdir, "(Is a directory); give a")]
 )
 def test_pipes_and_directories_as_evidence_are_reported_at_once(
     make: Callable[[Path], object], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
