@@ -90,19 +90,21 @@ class Preview:
 
     def add(self, job: int, run: Run) -> None:
         """Take all steps of a job that makes artifacts, and record what they find."""
-        if self.check(job, partial(self._take_steps, run)) == 0 and run.config.facts.judges:
-            if job == 1:
-                self.check(job, partial(_say_questions, run))
-            self.too_few += filter(None, [run.verdict_steps.too_few])
+        self.check(job, partial(self._take_steps, job, run))
         self.artifacts += [(job, title, artifact) for title, artifact in run.engine_steps.finished]
 
-    def _take_steps(self, run: Run) -> None:
+    def _take_steps(self, job: int, run: Run) -> None:
         evaluation = run.make()
-        if run.config.facts.judges and evaluation.exists:
+        if not run.config.facts.judges:
+            return
+        if evaluation.exists:
             verdict = decide(load_report(evaluation.path), load_rows(evaluation.path), run.config.gates)
             self.verdicts[run.label] = verdict
             if all(artifact.exists for _, artifact in run.engine_steps.finished):  # the identity binds every artifact
                 run.verdict_steps.identity(evaluation, verdict)
+        self.too_few += filter(None, [run.verdict_steps.too_few])
+        if job == 1:
+            _say_questions(run)
 
     def add_refusal(self, planned: Plan) -> None:
         """Record the refusal of a command that cannot end in a PASS."""

@@ -58,17 +58,8 @@ class LauncherRefusal(UserError):
     """Refusal of a launcher's keys, before any job."""
 
 
-def start(planned: Plan) -> None:
-    """Start the programs that a sweep's launcher needs."""
-    if planned.launcher != RAY:
-        return
-    earlier = psutil.Process().children(recursive=True)
-    try:
-        with show_progress("starting ray"):
-            start_ray(planned.launcher_config)
-    except BaseException:
-        end_workers(earlier)
-        raise
+class RayNotStarted(MissingRequirement):
+    """Ray did not start, and therefore no job."""
 
 
 def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
@@ -79,6 +70,9 @@ def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
     """
     earlier = psutil.Process().children(recursive=True)
     try:
+        if planned.launcher == RAY:
+            with show_progress("starting ray"):
+                start_ray(planned.launcher_config)
         with _stdout_inherited(), initialized():
             state = GlobalHydra.instance()
             assert state.hydra is not None
@@ -136,7 +130,7 @@ def start_ray(launcher: Mapping[str, Any]) -> None:
         raise KeyboardInterrupt from error
     except Exception as error:  # Ray has no specific class for a failed start
         detail = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
-        raise MissingRequirement(
+        raise RayNotStarted(
             f"hydra/launcher=ray: Ray did not start ({detail}); run fewer other programs, or mend "
             f"hydra.launcher.ray.init.* or the installation ({install(RAY)})"
         ) from error

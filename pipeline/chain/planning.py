@@ -20,8 +20,8 @@ from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import written
 from pipeline.config.policies import labelled, policy_yaml
-from pipeline.evidence.identity import IDENTITY_FILE, Identity
-from pipeline.evidence.reading import identities, read_evidence
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.reading import Evidence, identities, read_evidence
 from pipeline.evidence.verify import replay_record
 from pipeline.loading import open_backend
 from pipeline.registry import summary
@@ -46,8 +46,6 @@ CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 TUNED = "tuned"
 """Folder in the work directory with the policies that stage=tune found, a configuration folder, and their record."""
 
-SIZE_TOLERANCE = 1e-9
-"""Relative tolerance between a report's KiB per token and the KiB computed from config.json's shapes."""
 MAX_DEFAULT_TOKENS = 640
 """Maximum tokens, in whole pages, of the questions that `workloads=chat` asks."""
 
@@ -186,13 +184,9 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         attempt=identity.gates.attempt,
     )
     altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
-    problem = altered or _other_use(config, files, identity)
+    problem = altered or _other_use(config, model, files, evidence)
     if problem is not None or report is None:
-        return replace(judged, problem=problem or "its report is missing")
-    size, expected = report.system.kib_per_token, policy.bytes_per_token(model) / 1024
-    if size is None or abs(size - expected) > SIZE_TOLERANCE * expected:
-        judged_size = "unknown" if size is None else f"{size:g}"
-        return replace(judged, problem=f"its model has {judged_size} KiB per token, this model {expected:g}")
+        return replace(judged, problem=problem)
     try:
         verdict = decide(report, evidence.rows, config.gates)
     except UserError as error:
@@ -212,20 +206,24 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
     )
 
 
-def _other_use(config: Config, files: dict[str, str], identity: Identity) -> str | None:
+def _other_use(config: Config, model: KVShape, files: dict[str, str], evidence: Evidence) -> str | None:
     """Return how the judged engine differs from the requested use, or None if it does not."""
+    identity, report = evidence.identity, evidence.report
+    if report is None:
+        return "its report is missing"
     for name, digest in files.items():
         if identity.sources.get(name) != digest:
             return f"its {name} differs from the {name} of model.path={config.model.path}"
     engine = identity.link("engine").parts["config"]
     quantized = next((link.parts["config"] for link in identity.chain if link.parts["stage"] == "quantize"), {})
     for name, judged, configured in (
-        ("with backend=", identity.backend, config.backend.name),
-        ("with weights=", quantized.get("weights"), config.weights.format),
-        ("with capacity.tensor_parallel=", engine.get("tensor_parallel_size", 1), config.capacity.tensor_parallel),
+        ("backend=", identity.backend, config.backend.name),
+        ("weights=", quantized.get("weights"), config.weights.format),
+        ("capacity.tensor_parallel=", engine.get("tensor_parallel_size", 1), config.capacity.tensor_parallel),
+        ("kib_per_token=", f"{report.system.kib_per_token or 0:.9g}", f"{identity.kv.bytes_per_token(model) / 1024:.9g}"),
     ):
         if judged != configured:
-            return f"it was judged {name}{judged}, not {configured}"
+            return f"it was judged with {name}{judged}, not {configured}"
     return None
 
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from pipeline.chain import actions
 from pipeline.chain.job_run import Run
-from pipeline.chain.launching import LauncherRefusal, launch, start
+from pipeline.chain.launching import LauncherRefusal, RayNotStarted, launch
 from pipeline.chain.showing import show_page, show_results, warn_on_error
 from pipeline.cli import console, next_steps
 from pipeline.cli.junit import JUNIT, write_junit
@@ -59,7 +59,6 @@ def run(planned: Plan, sweep: str) -> int:
     command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
     jobs = JobRunner(sweep, planned.names, planned.arguments or (), command, sweeping, planned.launcher != BASIC)
     with holding(config):  # held between the jobs of a sweep too
-        start(planned)
         code, step = 0, None
         try:
             if sweeping:
@@ -70,7 +69,7 @@ def run(planned: Plan, sweep: str) -> int:
             with warn_on_error("the interruption is not recorded"):
                 _conclude(planned, jobs, INTERRUPTED)
             raise KeyboardInterrupt from error
-        except LauncherRefusal:  # no job has started
+        except (LauncherRefusal, RayNotStarted):  # no job has started
             raise
         except Exception as error:  # from the only job, or from the launcher
             if sweeping:

@@ -53,7 +53,7 @@ def test_a_launchers_refusal_keeps_the_last_sweep_and_report(tmp_path: Path) -> 
 
 def test_a_failed_start_of_ray_keeps_the_last_sweep_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
-        raise MissingRequirement("hydra/launcher=ray: Ray did not start")
+        raise launching.RayNotStarted("hydra/launcher=ray: Ray did not start")
 
     monkeypatch.setattr(launching, "start_ray", refuse)
     for name in ("summary.json", "report.html", "junit.xml"):

@@ -232,7 +232,7 @@ def test_only_policies_that_the_backend_serves_are_suggested(
 
 def test_altered_evidence_and_that_of_other_shapes_do_not_count(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
-    assert "its model has 1.03125 KiB per token, this model 1.28906" in reason(refused(tmp_path, *asked), "int8")
+    assert "it was judged with kib_per_token=1.03125, not 1.28906" in reason(refused(tmp_path, *asked), "int8")
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
     samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
     assert "no evidence that counts: report: samples.jsonl: differs" in reason(refused(tmp_path, *asked), "int8")
