@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bad_input.forks import Commands, forking
+from bad_input.forks import Commands, fork_commands
 from helpers.commands.cached_hydra import compose_once
 from helpers.stride import STRIDE
 
@@ -157,7 +157,7 @@ def llamacpp_python() -> str:
 @pytest.fixture(scope="session")
 def commands() -> Iterator[Commands]:
     """The process that runs command lines in forks."""
-    with forking() as commands:
+    with fork_commands() as commands:
         yield commands
 
 

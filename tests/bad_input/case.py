@@ -1,4 +1,4 @@
-"""A case of bad input, the result of a command, and the contents of a directory."""
+"""A case of bad input, the outcome of a command, and the contents of a directory."""
 
 import hashlib
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def nothing(_: Path) -> None:
-    """Prepare no files."""
+def prepare_nothing(_: Path) -> None:
+    """Create no files."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,16 @@ class Case:
 
     name: str
     arguments: tuple[str, ...]
-    says: tuple[str, ...]
+    expected: tuple[str, ...]
     """Texts that stderr must contain: the key or file, the value, and the words that identify the problem."""
-    prepare: Callable[[Path], object] = nothing
+    prepare: Callable[[Path], object] = prepare_nothing
     """Creates the files in the command's directory."""
     code: int = 2
-    begins: bool = False
-    """Whether the stage itself reads the results of earlier commands, so that the stage has to refuse."""
+    """Exit code."""
+    runs_stage: bool = False
+    """Whether the stage starts and finds the error itself, because it reads results of earlier commands."""
     loads_model: bool = False
-    """Whether the error shows only after a library has read a file of the model."""
+    """Whether the error is found only after a library has read a file of the model."""
     environment: Mapping[str, str] = field(default_factory=dict)
     unprivileged: bool = False
     """Whether to drop root's privileges, so that file permissions apply."""
@@ -49,14 +50,14 @@ class Outcome:
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """Return the contents of a directory: relative path -> mode and, for a file, the digest of its bytes."""
+    """Return the contents of a directory: relative path -> mode, and digest, size or link target."""
     files = {}
     for path in sorted(directory.rglob("*")):
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode):
             size = path.stat().st_size
-            about = hashlib.sha256(path.read_bytes()).hexdigest() if size < 1 << 26 else f"{size} bytes"
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if size < 1 << 26 else f"{size} bytes"
         else:
-            about = os.readlink(path) if stat.S_ISLNK(mode) else ""
-        files[str(path.relative_to(directory))] = f"{stat.filemode(mode)} {about}"
+            content = os.readlink(path) if stat.S_ISLNK(mode) else ""
+        files[str(path.relative_to(directory))] = f"{stat.filemode(mode)} {content}"
     return files

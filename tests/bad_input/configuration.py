@@ -1,9 +1,9 @@
 """Bad keys and values on the command line."""
 
 from bad_input.case import Case
-from bad_input.makers import text
+from bad_input.makers import text_file
 
-NAMED = {
+BAD_VALUES = {
     "": """
         seed=1e999 seed=${oc.decode: kv=[fp8,int8] kv={name:fp8} kv=../kv/fp8 kv.key=null kv.key.scale=3
         kv.eviction={window_tokens:10} kv.overrides=[{layers:[]}] kv.overrides=[{layers:[0],key:null,value:null}]
@@ -27,9 +27,9 @@ NAMED = {
     "backend=tensorrt_rtx": "backend.compute_capabilities=[90]",
     "backend=trtllm": "backend.serving.enable_block_reuse=3",
 }
-"""Preceding arguments -> overrides. Each override is a case whose message must name its key."""
+"""Preceding arguments -> overrides. Each override is a case of its own, whose message must name the override's key."""
 
-SAID: tuple[tuple[str, ...], ...] = (
+BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
     ("seed=${oc.env:HOME}", "seed", "HOME"),
     ("log=${stage}", "log=${stage}: no such option; choose one of human, json, quiet"),
@@ -89,12 +89,12 @@ SAID: tuple[tuple[str, ...], ...] = (
 )
 """Arguments, then texts that the message must contain (by default the last argument)."""
 
-MISSING: tuple[tuple[str, ...], ...] = (
+UNMET_REQUIREMENTS: tuple[tuple[str, ...], ...] = (
     ("backend=tensorrt", "backend=tensorrt", "TensorRT"),
     ("backend=trtllm backend.python=/nowhere", "backend.python=/nowhere"),
     ("backend=sglang kv=fp8_e5m2 backend.python=/etc/passwd", "backend.python=/etc/passwd"),
 )
-"""Like SAID, for requirements that this machine does not meet (exit code 4)."""
+"""Like BAD_COMMANDS, with exit code 4, because this machine does not meet a requirement."""
 
 
 OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
@@ -116,28 +116,29 @@ OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
 """Name, file below --config-dir, its content, texts that the message must contain."""
 
 
-def case(line: str, *says: str, code: int = 2) -> Case:
+def case(line: str, *expected: str, code: int = 2) -> Case:
+    """Return the case of a command line. stderr must contain `expected`, by default the last argument."""
     arguments = tuple(line.split(" "))
     return Case(
         line,
         arguments,
-        says or arguments[-1:],
+        expected or arguments[-1:],
         code=code,
-        begins=not {"stage=verify", "stage=audit", "dry=true"}.isdisjoint(arguments),
+        runs_stage=not {"stage=verify", "stage=audit", "dry=true"}.isdisjoint(arguments),
     )
 
 
 CASES = [
     *(
-        case(f"{before} {one}".lstrip(), one.partition("=")[0].lstrip("+"))
-        for before, all_ in NAMED.items()
-        for one in all_.split()
+        case(f"{before} {override}".lstrip(), override.partition("=")[0].lstrip("+"))
+        for before, overrides in BAD_VALUES.items()
+        for override in overrides.split()
     ),
-    *(case(*row) for row in SAID),
-    *(case(*row, code=4) for row in MISSING),
+    *(case(*row) for row in BAD_COMMANDS),
+    *(case(*row, code=4) for row in UNMET_REQUIREMENTS),
     *(
-        Case(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), says, text(f"mine/{file}", content))
-        for what, file, content, says in OWN_FILES
+        Case(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), expected, text_file(f"mine/{file}", content))
+        for what, file, content, expected in OWN_FILES
     ),
     case(f"seed={'9' * 5000}", "seed: input should be a valid integer"),
     case(f"model.path={'x' * 300}", "model.path", "too long"),
@@ -145,5 +146,5 @@ CASES = [
     Case("a line break", ("\n",), ("KEY=VALUE",)),
     Case("a value of 100,000 quotes", ("seed=" + "\"'" * 50_000,), ("seed:", "32,768 characters")),
     Case("lists of lists", ("seed=" + "[" * 3000 + "]" * 3000,), ("seed:", "nested too deep")),
-    Case("a model's name that turns the line", ("tracking.model_name='a\u202eb'",), ("tracking.model_name",)),
+    Case("a model's name with a right-to-left override", ("tracking.model_name='a\u202eb'",), ("tracking.model_name",)),
 ]

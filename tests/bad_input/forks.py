@@ -1,7 +1,7 @@
 """Runs command lines in forks of one process that has imported the command line but no slow library.
 
-A fork is as isolated as a new process: it has its own modules, environment, limits and user, and may hang or die. It starts
-in milliseconds, while a new interpreter takes a second.
+A fork is as isolated as a new process: it has its own modules, environment, limits and user, and may hang or crash. It starts
+in milliseconds, whereas a new interpreter takes a second.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from helpers.commands.cached_hydra import compose_once
 
-from bad_input.case import Case, Outcome, nothing
+from bad_input.case import Case, Outcome, prepare_nothing
 from pipeline.__main__ import main
 from pipeline.config.compose import plan
 
@@ -41,8 +41,7 @@ LIGHT = (
     "stages.evaluate.inputs.tokens",
 )
 MEMORY = 6 << 30
-"""Limit on a fork's address space in bytes. Input that exceeds it shows that its reader has no limit."""
-
+"""Limit on a fork's address space in bytes. A reader without a limit of its own exceeds it on large input."""
 
 CAPABILITY_VERSION = 0x20080522
 
@@ -54,20 +53,20 @@ def drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def no_runner() -> ModuleType:
-    """Return a replacement of the runner that fails: bad input must be refused before any work."""
+def failing_runner() -> ModuleType:
+    """Return a replacement of `pipeline.chain.runner` that fails, because bad input must be refused before it is called."""
 
-    def begin(*_: object, **__: object) -> NoReturn:
-        print("the work began")
+    def fail(*_: object, **__: object) -> NoReturn:
+        print("the runner was called")
         raise SystemExit(99)
 
     runner = ModuleType("pipeline.chain.runner")
-    vars(runner).update(run=begin, holding=begin)
+    vars(runner).update(run=fail, holding=fail)
     return runner
 
 
-def child(case: Case, directory: Path, scratch: Path, *, limited: bool) -> NoReturn:
-    """Run a case's command line; leave its output and the list of imported slow modules in `scratch`."""
+def run_child(case: Case, directory: Path, scratch: Path, *, limited: bool) -> NoReturn:
+    """Run a case's command line in the child process; write its output and the names of imported slow modules to `scratch`."""
     code: object = 1
     try:
         for number, name in ((1, "stdout"), (2, "stderr")):
@@ -84,8 +83,8 @@ def child(case: Case, directory: Path, scratch: Path, *, limited: bool) -> NoRet
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         if case.unprivileged:
             drop_capabilities()
-        if not (case.begins or case.loads_model):
-            sys.modules["pipeline.chain.runner"] = no_runner()
+        if not (case.runs_stage or case.loads_model):
+            sys.modules["pipeline.chain.runner"] = failing_runner()
         sys.argv = ["kvgate", *case.arguments]
         try:
             code = main()
@@ -105,7 +104,7 @@ def run_in_fork(case: Case, directory: Path, seconds: float = 60, *, limited: bo
     with tempfile.TemporaryDirectory() as scratch:
         pid = os.fork()
         if pid == 0:
-            child(case, directory, Path(scratch), limited=limited)
+            run_child(case, directory, Path(scratch), limited=limited)
         handle = os.pidfd_open(pid)
         ended, _, _ = select.select([handle], [], [], seconds)
         if not ended:
@@ -125,7 +124,7 @@ def load_light() -> None:
     plan([], multirun=False)
     for module in LIGHT:
         import_module(module)
-    assert not set(HEAVY) & set(sys.modules), "the process of the forks is light"
+    assert not set(HEAVY) & set(sys.modules), "forks would inherit a slow library"
 
 
 @dataclass(frozen=True)
@@ -137,14 +136,14 @@ class Commands:
 
     def run(self, case: Case, directory: Path) -> Outcome:
         """Run a case's command in a directory."""
-        if case.loads_model:  # These libraries take seconds to import, and the test process has them already.
+        if case.loads_model:  # the test process has already imported the slow libraries that the case needs
             import_module("transformers.modeling_gguf_pytorch_utils")
             return run_in_fork(case, directory)
-        return self.light.submit(run_in_fork, replace(case, prepare=nothing), directory).result()
+        return self.light.submit(run_in_fork, replace(case, prepare=prepare_nothing), directory).result()
 
 
 @contextmanager
-def forking() -> Iterator[Commands]:
-    """Yield commands with a light process, which ends with the block."""
+def fork_commands() -> Iterator[Commands]:
+    """Yield a `Commands` with a new light process, which ends with the block."""
     with ProcessPoolExecutor(1, get_context("spawn"), load_light) as light:
         yield Commands(light)

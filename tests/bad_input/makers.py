@@ -1,4 +1,4 @@
-"""Small files of every format that kvgate reads, written byte by byte so that any part can be wrong."""
+"""Writes small files of every format that kvgate reads, byte by byte, so that any part can be made invalid."""
 
 import json
 import os
@@ -103,20 +103,25 @@ def with_config(**changes: Any) -> Prepare:
 
 def with_weights(
     change: Callable[[dict[str, tuple[int, ...]]], object] = lambda _: None, dtypes: Mapping[str, str] | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Prepare:  # fmt: skip
-    """Create `model` with changed tensors."""
+    """Create `model` with changed tensors. `dtypes` and `options` are those of `safetensors`."""
 
     def prepare(directory: Path) -> None:
         tensors = shapes()
         change(tensors)
-        safetensors(checkpoint(directory / "model") / "model.safetensors", tensors, dtypes, **how)
+        safetensors(checkpoint(directory / "model") / "model.safetensors", tensors, dtypes, **options)
 
     return prepare
 
 
-def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Prepare:
-    """Create `model` with an index and the shards in `files`, or by default two shards with half of the tensors each."""
+def with_shards(weight_map: object, files: dict[str, list[str]] | None = None) -> Prepare:
+    """Create `model` with shards and an index.
+
+    Args:
+        weight_map: Content of the index, or a function that returns it, given the correct map from tensor to file.
+        files: File -> names of its tensors; by default two shards have half of the tensors each.
+    """
 
     def prepare(directory: Path) -> None:
         model = checkpoint(directory / "model")
@@ -124,17 +129,17 @@ def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Pr
         tensors = shapes()
         names = list(tensors)
         parts = files or {"a.safetensors": names[:10], "b.safetensors": names[10:]}
-        for file, held in parts.items():
-            safetensors(model / file, {name: tensors[name] for name in held})
-        whole = {name: file for file, held in parts.items() for name in held}
-        index = weight_map(whole) if callable(weight_map) else weight_map
+        for file, part in parts.items():
+            safetensors(model / file, {name: tensors[name] for name in part})
+        correct_map = {name: file for file, part in parts.items() for name in part}
+        index = weight_map(correct_map) if callable(weight_map) else weight_map
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
     return prepare
 
 
-def instead(name: str, make: Callable[[Path], object]) -> Prepare:
-    """Create `model`, and replace one file by something else."""
+def with_replaced(name: str, make: Callable[[Path], object]) -> Prepare:
+    """Create `model`, delete one file, and call `make` with its path."""
 
     def prepare(directory: Path) -> None:
         path = checkpoint(directory / "model") / name
@@ -144,7 +149,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Prepare:
     return prepare
 
 
-def sparse(size: int) -> Callable[[Path], None]:
+def sparse_file(size: int) -> Callable[[Path], None]:
     """Create a sparse file of `size` bytes, which needs no disk space."""
 
     def make(path: Path) -> None:
@@ -154,8 +159,8 @@ def sparse(size: int) -> Callable[[Path], None]:
     return make
 
 
-def place(name: str, make: Callable[[Path], object]) -> Prepare:
-    """Create something at a path below the directory."""
+def with_path(name: str, make: Callable[[Path], object]) -> Prepare:
+    """Create the parents of a path below the directory, and call `make` with the path."""
 
     def prepare(directory: Path) -> None:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -164,6 +169,6 @@ def place(name: str, make: Callable[[Path], object]) -> Prepare:
     return prepare
 
 
-def text(name: str, content: str | bytes) -> Prepare:
-    """Create a file in the directory."""
-    return place(name, lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content))
+def text_file(name: str, content: str | bytes) -> Prepare:
+    """Create a file below the directory."""
+    return with_path(name, lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content))

@@ -10,13 +10,13 @@ from bad_input.case import Case
 from bad_input.makers import (
     CONFIG,
     Prepare,
-    instead,
     shapes,
-    sharded,
-    sparse,
+    sparse_file,
     with_config,
     with_file,
     with_json,
+    with_replaced,
+    with_shards,
     with_weights,
 )
 
@@ -26,8 +26,8 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"a": {"for
 Tensors = dict[str, tuple[int, ...]]
 
 
-def case(name: str, prepare: Prepare, *says: str, **more: Any) -> Case:
-    return Case(f"model: {name}", MODEL, ("model.path=", *(part.strip("'") for part in says)), prepare, **more)
+def case(name: str, prepare: Prepare, *expected: str, **more: Any) -> Case:
+    return Case(f"model: {name}", MODEL, ("model.path=", *(part.strip("'") for part in expected)), prepare, **more)
 
 
 CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
@@ -39,42 +39,42 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("padding outside the vocabulary", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
-    ("a vision tower", {"vision_config": {}}, ("vision_config", "pictures")),
+    ("a vision tower", {"vision_config": {}}, ("vision_config", "images")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
     ("unknown architecture", {"architectures": ["EvilForCausalLM"]}, ("EvilForCausalLM", "LlamaForCausalLM")),
-    ("architecture with a terminal's codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported",)),
+    ("architecture with terminal escape codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported",)),
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
-    ("quantized, under the older name", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
+    ("quantized, under an older key", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
     ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("a window of another family", {"sliding_window": 64}, ("sliding_window", "null", "64")),
-    ("more experts than there are", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
-    ("a third kind of rotation", {"no_rope_layers": [1, 2]}, ("no_rope_layers", "numbers, 0 or 1", "[1, 2]")),
-    ("two decoders", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
+    ("more experts per token than experts", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
+    ("no_rope_layers with a number above 1", {"no_rope_layers": [1, 2]}, ("no_rope_layers", "numbers, 0 or 1", "[1, 2]")),
+    ("a decoder in text_config too", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
 )
 
-UNREAD: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+UNREAD_KEYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("a base under another name", {"rope_theta": ..., "rotary_emb_base": 10**6}, ("rotary_emb_base=1000000", "llama")),
-    ("attention parallel to the MLP", {"parallel_attn": True}, ("parallel_attn=True", "llama", "leave it out")),
+    ("attention parallel to the MLP", {"parallel_attn": True}, ("parallel_attn=True", "llama", "remove it")),
     ("norms of queries that the family lacks", {"qk_layernorm": True}, ("qk_layernorm=True", "llama")),
     ("biases without their tensors", {"use_qkv_bias": True}, ("use_qkv_bias=True",)),
-    ("positions that are not rotated", {"use_rope": False}, ("use_rope=False",)),
+    ("use_rope=False", {"use_rope": False}, ("use_rope=False",)),
     ("another epsilon under another name", {"layer_norm_eps": 1e-3}, ("layer_norm_eps=0.001",)),
     ("the epsilon under another name", {"rms_norm_eps": ..., "eps": 1e-5}, ("eps", "write it as rms_norm_eps")),
     ("the activation under another name", {"hidden_act": ..., "activation_function": "gelu"}, ("write it as hidden_act",)),
-    ("a rotary scaling beside its object", {"rope_type": "linear", "factor": 8.0}, ("rope_type=linear",)),
-    ("heads that were removed", {"pruned_heads": {"0": [1]}}, ("pruned_heads={'0': [1]}",)),
+    ("rotary scaling outside rope_scaling", {"rope_type": "linear", "factor": 8.0}, ("rope_type=linear",)),
+    ("pruned heads", {"pruned_heads": {"0": [1]}}, ("pruned_heads={'0': [1]}",)),
     ("a base in capitals", {"ropeTheta": 5e5}, ("ropeTheta=500000.0", "llama")),
     ("a base with a hyphen", {"rope-theta": 5e5}, ("rope-theta=500000.0", "llama")),
-    ("a decoder's word as a value", {"position_encoding": "alibi"}, ("position_encoding=alibi", "llama")),
+    ("an unsupported kind of positions as a value", {"position_encoding": "alibi"}, ("position_encoding=alibi", "llama")),
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
           "original_max_position_embeddings": 64}  # fmt: skip
-NUMBERS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
@@ -103,16 +103,16 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
     ("a header of 2^64-1 bytes", with_file(FILE, lambda old: b"\xff" * 8 + old[8:]), (FILE, "download")),
     ("a tensor missing", with_weights(drop(NORM)), (NORM, "missing")),
-    ("a tensor too many", with_weights(put("model.layers.0.self_attn.q_proj.bias", (128,))), ("q_proj.bias", "no place")),
+    ("a tensor too many", with_weights(put("model.layers.0.self_attn.q_proj.bias", (128,))), ("q_proj.bias", "not part of")),
     ("rotary frequencies of another model", with_weights(put(FREQUENCIES, (32,))), (FREQUENCIES, "rope_theta")),
     ("a tensor transposed", with_weights(put(UP, (16, 32))), (UP, "[16, 32]", "[32, 16]")),
     ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
     ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
     ("NaN in the last weight", with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), (FILE, NORM, "NaN")),
-    ("weights as a pipe", instead(FILE, os.mkfifo), (FILE,)),
+    ("weights are a pipe", with_replaced(FILE, os.mkfifo), (FILE,)),
     ("an adapter beside the weights", with_file("adapter_config.json", "{}"), ("adapter_config.json", "merge")),
-    ("no weights", instead(FILE, lambda _: None), (FILE, "missing")),
-    ("pickles alone", instead(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
+    ("no weights", with_replaced(FILE, lambda _: None), (FILE, "missing")),
+    ("only pickled weights", with_replaced(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
      ("pickled weights",)),
 )  # fmt: skip
 
@@ -124,44 +124,44 @@ def link_out(path: Path) -> None:
 
 CONFIG_JSON = "config.json"
 JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-    ("missing", instead(CONFIG_JSON, lambda _: None), ("missing",)),
+    ("missing", with_replaced(CONFIG_JSON, lambda _: None), ("missing",)),
     ("not UTF-8", with_file(CONFIG_JSON, b"\xff\xfe{}"), ("not UTF-8",)),
-    ("a directory", instead(CONFIG_JSON, lambda path: path.mkdir()), ("directory",)),
-    ("a pipe", instead(CONFIG_JSON, os.mkfifo), ("pipe",)),
-    ("a link out of the directory", instead(CONFIG_JSON, link_out), ("leaves the directory",)),
-    ("of 10 GB", instead(CONFIG_JSON, sparse(10 << 30)), ("10,737,418,240 bytes",)),
+    ("a directory", with_replaced(CONFIG_JSON, lambda path: path.mkdir()), ("directory",)),
+    ("a pipe", with_replaced(CONFIG_JSON, os.mkfifo), ("pipe",)),
+    ("a link out of the directory", with_replaced(CONFIG_JSON, link_out), ("leaves the directory",)),
+    ("of 10 GB", with_replaced(CONFIG_JSON, sparse_file(10 << 30)), ("10,737,418,240 bytes",)),
 )  # fmt: skip
 
 
 INDEX = "model.safetensors.index.json"
 NAMES = list(shapes())
 SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-    ("an index without weight_map", sharded({}), (INDEX, "weight_map")),
-    ("an index that leaves the directory", sharded({"weight_map": {NORM: "../x.safetensors"}}), (INDEX, "../x")),
-    ("a shard missing", sharded({"weight_map": {NORM: "c.safetensors"}}), (INDEX, "c.safetensors", "missing")),
-    ("an index that swaps shards", sharded(lambda whole: {"weight_map": dict.fromkeys(whole, "a.safetensors")
+    ("an index without weight_map", with_shards({}), (INDEX, "weight_map")),
+    ("an index that leaves the directory", with_shards({"weight_map": {NORM: "../x.safetensors"}}), (INDEX, "../x")),
+    ("a shard missing", with_shards({"weight_map": {NORM: "c.safetensors"}}), (INDEX, "c.safetensors", "missing")),
+    ("an index that swaps shards", with_shards(lambda correct_map: {"weight_map": dict.fromkeys(correct_map, "a.safetensors")
      | {NAMES[0]: "b.safetensors"}}), (INDEX, EMBED)),
-    ("a tensor in two shards", sharded(lambda whole: {"weight_map": whole},
+    ("a tensor in two shards", with_shards(lambda correct_map: {"weight_map": correct_map},
      {"a.safetensors": NAMES, "b.safetensors": NAMES[-1:]}), (NORM, "both")),
 )  # fmt: skip
 
 TOKENIZER = "tokenizer.json"
 EVIL = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
 TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-    ("no tokenizer", instead(TOKENIZER, lambda _: None), ("no tokenizer",)),
+    ("no tokenizer", with_replaced(TOKENIZER, lambda _: None), ("no tokenizer",)),
     ("a token beyond the model", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
-    ("merges that are dropped by chance", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
+    ("merges with dropout", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
      (TOKENIZER, "dropout", "0.5")),
-    ("a pointer of Git LFS", with_file(TOKENIZER, "version https://git-lfs.github.com/spec/v1"), (TOKENIZER, "git lfs pull")),
-    ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
+    ("a Git LFS pointer", with_file(TOKENIZER, "version https://git-lfs.github.com/spec/v1"), (TOKENIZER, "git lfs pull")),
+    ("a tokenizer class in the checkpoint", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
     ("generation_config with an end beyond the vocabulary",
      with_file("generation_config.json", json.dumps({"eos_token_id": [1, 1344]})),
      ("generation_config.json", "eos_token_id", "1,344 tokens")),
 )  # fmt: skip
 
-HELD_AGAINST_THE_MODEL = (
+CHECKED_AGAINST_MODEL = (
     "a vocabulary larger than the weights'", "a tensor missing", "a tensor too many", "a tensor transposed",
     "rotary frequencies of another model",
 )  # fmt: skip
@@ -186,7 +186,7 @@ def with_image_token(directory: Path) -> None:
 
 
 CANNOT = "its tokenizer cannot be loaded"
-OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
+CHECKED_AFTER_LOADING: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("chat_template that is no template", tokenizer_config_with(chat_template="{% for"), ("chat_template",)),
     ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer")),
     ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
@@ -195,29 +195,29 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a token that takes adjacent spaces", tokenizer_config_with(added_tokens_decoder={
         "3": {"content": "<|user|>", "lstrip": True, "rstrip": True, "special": True}}),
      ("differently", "added_tokens_decoder")),
-    ("a token of its own", tokenizer_config_with(extra_special_tokens={"image_token": "<image>"}),
+    ("an extra special token", tokenizer_config_with(extra_special_tokens={"image_token": "<image>"}),
      ("<image>", "differently")),
-    ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("<nope>", "differently")),
+    ("an eos_token that is no token", tokenizer_config_with(eos_token="<nope>"), ("<nope>", "differently")),
     ("a chat_template with a token beyond the model", with_image_token, ("makes token 1344",)),
-    ("tokens that are not decoded", tokenizer_with(decoder=None), ("decodes the tokens of '9 of 10' as",)),
-    ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),
-    ("a template of a token that is not there", tokenizer_with(post_processor={
+    ("no decoder", tokenizer_with(decoder=None), ("decodes the tokens of '9 of 10' as",)),
+    ("no eos_token", tokenizer_config_with(eos_token=None), ("no eos_token",)),
+    ("a post-processor with a missing token", tokenizer_with(post_processor={
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
         "special_tokens": {}}), (CANNOT,)),
     ("a tokenizer that deletes everything",
-     tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("makes the same",)),
+     tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("encodes different texts",)),
 )  # fmt: skip
 """Cases that are detected only after transformers has opened the tokenizer."""
 
 CASES = [
     *(
-        case(name, prepare, *says, loads_model=name in HELD_AGAINST_THE_MODEL)
-        for name, prepare, says in (
-            *((name, with_config(**changes), says) for name, changes, says in (*CONFIGS, *NUMBERS)),
+        case(name, prepare, *expected, loads_model=name in CHECKED_AGAINST_MODEL)
+        for name, prepare, expected in (
+            *((name, with_config(**changes), expected) for name, changes, expected in (*CONFIGS, *ROTARY_VALUES)),
             *(*WEIGHTS, *SHARDS, *TOKENIZERS),
         )
     ),
-    *(case(name, with_config(**changes), *says, loads_model=True) for name, changes, says in UNREAD),
-    *(case(name, prepare, *says, loads_model=True) for name, prepare, says in OPENED),
-    *(case(f"{CONFIG_JSON} {what}", prepare, CONFIG_JSON, *says) for what, prepare, says in JSON),
+    *(case(name, with_config(**changes), *expected, loads_model=True) for name, changes, expected in UNREAD_KEYS),
+    *(case(name, prepare, *expected, loads_model=True) for name, prepare, expected in CHECKED_AFTER_LOADING),
+    *(case(f"{CONFIG_JSON} {what}", prepare, CONFIG_JSON, *expected) for what, prepare, expected in JSON),
 ]

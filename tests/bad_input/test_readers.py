@@ -1,4 +1,4 @@
-"""For any bytes, readers of external files return a value or raise a refusal of kvgate's."""
+"""Fuzz tests: for any bytes, readers of external files return a value or raise a `Refusal`."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> Path:
 @FUZZED
 @example(changes={"architectures": [None], "model_type": None})
 @given(changes=nested(list(CONFIG)))
-def test_config_json(changes: dict[str, Any], model: Path) -> None:
+def test_any_config_json_is_read_or_refused(changes: dict[str, Any], model: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | changes))
     with contextlib.suppress(Refusal):
         check_weights(inspect_checkpoint(model), expected_tensors)
@@ -60,7 +60,7 @@ def test_config_json(changes: dict[str, Any], model: Path) -> None:
 
 @FUZZED
 @given(st.none() | st.integers(0, 2**64 - 1), nested(["dtype", "shape", "data_offsets"]), st.integers(0, 200))
-def test_headers_of_safetensors(model: Path, length: int | None, entry: dict[str, Any], cut: int) -> None:
+def test_any_safetensors_header_is_read_or_refused(model: Path, length: int | None, entry: dict[str, Any], cut: int) -> None:
     path = model / "model.safetensors"
     safetensors(path, shapes(), header=lambda h: h | {"model.norm.weight": h["model.norm.weight"] | entry})
     content = path.read_bytes()[: None if cut == 0 else -cut]
@@ -83,7 +83,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", READERS)
 @FUZZED
 @given(content=st.binary(max_size=60) | (nested(KEYS) | VALUES).map(lambda value: json.dumps(value).encode()))
-def test_other_files(name: str, content: bytes, tmp_path: Path) -> None:
+def test_any_other_file_is_read_or_refused(name: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with contextlib.suppress(Refusal):

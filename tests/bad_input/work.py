@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_input.case import Case
-from bad_input.makers import Prepare, checkpoint, place, sparse, text, with_config, with_file
+from bad_input.makers import Prepare, checkpoint, sparse_file, text_file, with_config, with_file, with_path
 
 
 def read_only(path: Path) -> None:
@@ -16,14 +16,14 @@ def read_only(path: Path) -> None:
 
 
 WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
-    ("a file", "work", text("work", ""), 2, ("is not a directory",)),
-    ("read-only", "work", place("work", read_only), 4, ("cannot be written to",)),
-    ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
-    ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "not a directory")),
-    ("summaries is a file", "work", text("work/summaries", ""), 2, ("summaries", "not a directory")),
-    (".store.json of version -1", "work", text("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
-    ("junit.xml is a directory", "work", place("work/junit.xml", lambda path: path.mkdir()), 2, ("junit.xml", "not a file")),
-    ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "not a file")),
+    ("a file", "work", text_file("work", ""), 2, ("is not a directory",)),
+    ("read-only", "work", with_path("work", read_only), 4, ("cannot be written to",)),
+    ("a name of 300 characters", "w" * 300, text_file("x", ""), 2, ("too long",)),
+    ("artifacts is a file", "work", text_file("work/artifacts", ""), 2, ("artifacts", "not a directory")),
+    ("summaries is a file", "work", text_file("work/summaries", ""), 2, ("summaries", "not a directory")),
+    (".store.json of version -1", "work", text_file("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
+    ("junit.xml is a directory", "work", with_path("work/junit.xml", Path.mkdir), 2, ("junit.xml", "not a file")),
+    ("mlflow.db is a directory", "work", with_path("work/mlflow.db", Path.mkdir), 2, ("mlflow.db", "not a file")),
 )
 
 SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
@@ -35,7 +35,8 @@ SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
 LINE = {"prompt": "Copy: abc", "reference": "abc", "check": "exact"}
 
 
-def changed(**changes: Any) -> str:
+def sample_line(**changes: Any) -> str:
+    """Return a line of workloads.jsonl with changed keys."""
     return json.dumps(LINE | changes)
 
 
@@ -45,19 +46,19 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no JSON", "{", ("1:", "not one JSON value")),
     ("NaN", '{"prompt": NaN}', ("1:",)),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
-    ("a prompt of white space", changed(prompt=" \n "), ("prompt", "not empty")),
-    ("a reference of white space", changed(reference=" \n "), ("reference", "not empty")),
+    ("a prompt of white space", sample_line(prompt=" \n "), ("prompt", "not empty")),
+    ("a reference of white space", sample_line(reference=" \n "), ("reference", "not empty")),
     (
         "an empty question",
         json.dumps({"messages": [{"role": "user", "content": " "}], "reference": "a"}),
         ("messages", "the last one is empty"),
     ),
-    ("prompt and messages", changed(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
-    ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "of one of the tools")),
-    ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),
-    ("tools that no check reads", changed(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),
+    ("prompt and messages", sample_line(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
+    ("an empty tool call", sample_line(**TOOL, reference="{}"), ("reference", "of one of the tools")),
+    ("a reference that is no JSON", sample_line(check="json"), ("reference", "JSON")),
+    ("tools that no check reads", sample_line(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),
     ("half of a surrogate pair", '{"prompt": "a", "reference": "\\ud83d"}', ("1:", "line:", "correct it")),
-    ("an id twice", changed(id="a") + "\n" + changed(id="a"), ("2:", "id")),
+    ("a duplicate id", sample_line(id="a") + "\n" + sample_line(id="a"), ("2:", "id")),
 )
 
 TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
@@ -77,11 +78,11 @@ def snapshot(**changes: Any) -> str:
 
 SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no JSON", "{", ("is not JSON",)),
-    ("a key twice", '{"classes": {}, "classes": {}}', ("a key occurs twice",)),
+    ("a duplicate key", '{"classes": {}, "classes": {}}', ("a key occurs twice",)),
     ("an unknown key", '{"clases": {}}', ("clases: Extra inputs",)),
     ("no classes", '{"classes": {}}', ("classes",)),
-    ("more good than all", snapshot(latency={"good": 2, "of": 1, "limit_ms": 5.0}), ("good=2",)),
-    ("a time without its zone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
+    ("more good requests than requests", snapshot(latency={"good": 2, "of": 1, "limit_ms": 5.0}), ("good=2",)),
+    ("a time without a timezone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
 )
 
 GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
@@ -105,45 +106,45 @@ def long_prompt(directory: Path) -> None:
 
 
 CASES = [
-    *(Case(f"workdir: {name}", ("stage=build", f"workdir={given}"), ("workdir", *says), prepare, code=code, unprivileged=True)
-      for name, given, prepare, code, says in WORKDIRS),
-    *(Case(f"summary.json: {name}", ("stage=build",), ("summary.json",), text("work/summary.json", content))
+    *(Case(f"workdir: {name}", ("stage=build", f"workdir={path}"), ("workdir", *expected), prepare, code, unprivileged=True)
+      for name, path, prepare, code, expected in WORKDIRS),
+    *(Case(f"summary.json: {name}", ("stage=build",), ("summary.json",), text_file("work/summary.json", content))
       for name, content in SUMMARIES),
     Case("own samples without their file", ("workloads=jsonl",), ("workloads.jsonl: this choice needs a value",)),
-    *(Case(f"workloads.jsonl: {name}", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("s.jsonl", *says),
-           text("s.jsonl", content)) for name, content, says in SAMPLES),
-    *(Case(f"calibration.jsonl: {name}", ("calibration.jsonl=c.jsonl",), ("calibration.jsonl=c.jsonl", *says),
-           text("c.jsonl", content)) for name, content, says in TEXTS),
-    *(Case(f"monitor.snapshot: {name}", ("stage=monitor", "monitor.snapshot=s.json"), ("monitor.snapshot=s.json", *says),
-           text("s.json", content)) for name, content, says in SNAPSHOTS),
-    Case("a class that ends like a way back", ("stage=route", "routing.routes={chat-previous: a}"),
+    *(Case(f"workloads.jsonl: {name}", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("s.jsonl", *expected),
+           text_file("s.jsonl", content)) for name, content, expected in SAMPLES),
+    *(Case(f"calibration.jsonl: {name}", ("calibration.jsonl=c.jsonl",), ("calibration.jsonl=c.jsonl", *expected),
+           text_file("c.jsonl", content)) for name, content, expected in TEXTS),
+    *(Case(f"monitor.snapshot: {name}", ("stage=monitor", "monitor.snapshot=s.json"), ("monitor.snapshot=s.json", *expected),
+           text_file("s.json", content)) for name, content, expected in SNAPSHOTS),
+    Case("a route's name that ends with -previous", ("stage=route", "routing.routes={chat-previous: a}"),
          ("routing.routes.chat-previous", "must not end with -previous")),
-    *(Case(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *says), text("m.gguf", content))
-      for name, content, says in GGUFS),
-    *(Case(" ".join(arguments), arguments, says) for arguments, says in LOADS),
-    *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), place("x", make))
+    *(Case(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *expected),
+           text_file("m.gguf", content)) for name, content, expected in GGUFS),
+    *(Case(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
+    *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), with_path("x", make))
       for key, more in (("workloads.jsonl", ()), ("monitor.snapshot", ("stage=monitor",)))
-      for what, make in (("a pipe", os.mkfifo), ("a directory", Path.mkdir), ("100 GB", sparse(100 << 30)))),
-    Case("of nothing: stage=rollback", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
+      for what, make in (("a pipe", os.mkfifo), ("a directory", Path.mkdir), ("100 GB", sparse_file(100 << 30)))),
+    Case("stage=rollback without a champion", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
     Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
-         begins=True),
+         runs_stage=True),
     Case("a directory that may not be searched", ("stage=build", "model.path=model"), ("config.json", "Permission denied"),
-         place("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
+         with_path("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
     Case("weights that may not be read", ("stage=build", "model.path=model"),
          ("model.safetensors cannot be read (Permission denied)",),
          lambda path: (checkpoint(path / "model") / "model.safetensors").chmod(0), unprivileged=True),
     Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not write to it"),
-         place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
-    Case("a draft that is not there", ("workloads.speculation={draft:/nowhere}",),
+         with_path("work/artifacts/.lock", lambda path: path.touch(0)), runs_stage=True, unprivileged=True),
+    Case("a missing draft checkpoint", ("workloads.speculation={draft:/nowhere}",),
          ("workloads.speculation.draft=/nowhere: no such directory",), loads_model=True),
-    Case("a draft without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
+    Case("a draft checkpoint without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
          ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
          loads_model=True),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "its answer and workloads.extra_new_tokens=16", "2,048", "too many"), long_prompt,
          loads_model=True),
-    Case("more tokens than the model", ("backend=vllm", "model.path=model"),
+    Case("more tokens than the model supports", ("backend=vllm", "model.path=model"),
          ("backend.max_model_len=", "the model was made for 2048 tokens", "set at most that"), with_config()),
-    Case("a disk that is full", ("stage=capacity", "workdir=work"), ("work",), text("x", ""), code=4, file_bytes=4000,
-         begins=True),
+    Case("a full disk", ("stage=capacity", "workdir=work"), ("work",), text_file("x", ""), code=4, file_bytes=4000,
+         runs_stage=True),
 ]  # fmt: skip

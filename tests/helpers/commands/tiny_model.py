@@ -53,7 +53,7 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
     """
     for module in HEAVY:
         import_module(module)
-    case = Case("", tuple(arguments), (), begins=True, environment=environment or {})
+    case = Case("", tuple(arguments), (), runs_stage=True, environment=environment or {})
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
             patch.setattr(f"{module}.run_in_child", _in_this_process)

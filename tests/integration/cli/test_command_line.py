@@ -24,7 +24,7 @@ from stages.core.errors import GateRefusal
 @pytest.fixture
 def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], Outcome]:
     """A function that runs a command line in a fork, in the test's directory."""
-    return lambda arguments: commands.run(Case("", tuple(arguments), (), begins=True), tmp_path)
+    return lambda arguments: commands.run(Case("", tuple(arguments), (), runs_stage=True), tmp_path)
 
 
 def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_results_go_to_stdout_and_everything_else_to_stderr() -> None:
     assert all(line["time"].endswith("Z") for line in events)
 
 
-def outcome(commands: Commands, folder: Path, *arguments: str, begins: bool = False) -> Outcome:
-    return commands.run(Case("", arguments, (), begins=begins), folder)
+def outcome(commands: Commands, folder: Path, *arguments: str, runs_stage: bool = False) -> Outcome:
+    return commands.run(Case("", arguments, (), runs_stage=runs_stage), folder)
 
 
 @pytest.mark.parametrize("arguments", [("-m", "kv=fp8,fp9", "log=json"), ("log=json", "kv.sink_tokens=-1", "seed=-1")])
@@ -106,7 +106,7 @@ def test_a_terminal_without_a_width_shows_results() -> None:
 
 def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp_path: Path) -> None:
     modes = ("human", "quiet", "json")
-    shown, quiet, objects = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", begins=True) for mode in modes)
+    shown, quiet, objects = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", runs_stage=True) for mode in modes)
     assert quiet.stderr == ""
     assert "What the memory holds" in quiet.stdout
     assert "capacity fp8 of pkg://stages.tiny/checkpoint" in shown.stderr.splitlines()

@@ -146,7 +146,7 @@ def test_the_audit_exits_3_for_a_lost_scale_and_writes_nothing(
 ) -> None:
     write(tmp_path / "model", COMPRESSED, tensors)
     before = contents(tmp_path)
-    asked = Case("audit", ("stage=audit", "backend=vllm", "model.path=model"), (), begins=True)
+    asked = Case("audit", ("stage=audit", "backend=vllm", "model.path=model"), (), runs_stage=True)
     outcome = commands.run(asked, tmp_path)
     assert (outcome.code, outcome.stdout.splitlines()[-1:], outcome.heavy) == (code, [said], ())
     assert ("1 findings on 4 scales" in outcome.stderr) == (code == 3)

@@ -107,7 +107,7 @@ def test_a_one_pass_decode_equals_stepwise_decode() -> None:
 
 @dataclass
 class RequestFake(OnePassFake):
-    """An engine that serves requests. `together` records how many requests every call had."""
+    """An engine of whole requests that records the number of requests per call."""
 
     together: list[int] = field(default_factory=list)
 

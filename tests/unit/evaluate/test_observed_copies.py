@@ -18,7 +18,7 @@ def cache_copy(tokens: int, kept_from: int) -> list[dict[Side, StoredCopy]]:
 
 
 def observe(*caches: tuple[int, int]) -> StoredCopy:
-    """Return the copy of a sequence that observes these caches, (tokens, kept_from), in order."""
+    """Return the copy after observing these caches, (tokens, kept_from), in order."""
     sequence = ForcedSequence("", [])
     for tokens, kept_from in caches:
         sequence.observe(cache_copy(tokens, kept_from))
