@@ -65,8 +65,8 @@ GSM8K_PROBLEMS = 1319
 """Number of problems in the test set."""
 
 MIN_STRESS_TOKENS = 128
-MIN_SHARE = 1 / 4
-"""Minimum share of the stress test's random walk, free answers and repetitions that runs with few own questions."""
+MIN_SHARE = 1 / 8
+"""Minimum share of the stress test that runs with few own questions."""
 
 
 class StressTestConfig(StrictModel):
@@ -103,17 +103,21 @@ class StressTestConfig(StrictModel):
             largest: Sequences of the largest batch.
             share: See `share`.
         """
-        variable = min(11 * longest, 5000) + 18 * min(longest, 1400) + 182 * self.requests
-        fixed = min(30 * longest, 13_000) + 6 * longest + 3 * min(claimed, longest) + 340 * largest
+        answers = 13_000 if longest >= 4 * PAGE_TOKENS else 0  # shorter sequences have no free answers
+        variable = answers + 20 * min(longest, 800) + 182 * self.requests
+        fixed = 1500 + 6 * min(longest, 1100) + 6 * longest + 3 * min(claimed, longest) + 340 * largest
         return round(share * variable) + fixed + 5 * min(self.decode_steps, longest) + 250 * self.requests
 
     def share(self, own: int | None, longest: int, claimed: int, largest: int) -> float:
-        """Return the share of the random walk, free answers and repetitions that runs.
+        """Return the share of the test that runs: of its sequences, operations and repetitions of each kind.
 
         The test should not take longer than the user's own questions, which have `own` tokens in total, but the share is at
         least MIN_SHARE. If `own` is None (generated questions), the whole test runs. See `tokens` for the other arguments.
         """
-        return 1.0 if own is None else min(1.0, max(MIN_SHARE, own / self.tokens(longest, claimed, largest)))
+        if own is None:
+            return 1.0
+        least, whole = (self.tokens(longest, claimed, largest, share) for share in (0.0, 1.0))
+        return min(1.0, max(MIN_SHARE, (own - least) / (whole - least)))
 
     @property
     def steps(self) -> int:

@@ -36,15 +36,16 @@ WATCHED_LOGITS = 512
 NOISE = 4.0
 """Allowed change by unrelated requests, as a multiple of the change in an unchanged repetition."""
 
-MIN_REPETITIONS = 8
+MIN_REPETITIONS = 4
 """Minimum number of equal requests in the wear test."""
 WEAR_STEPS = 12
 """Decode steps of a request in the wear test: with 300 requests, the engine takes more than 4,096 steps in the whole test."""
 LEAK_BYTES = 512 << 10
 """Growth of the process in bytes that counts as a leak if all of the last three quarters of the requests reach it."""
 
-POOL_REQUESTS, POOL_STEPS = 8, (8, 18)
-"""Number of requests in the full pool, and minimum and maximum tokens per request that are decoded across a page boundary."""
+MIN_POOL_REQUESTS, POOL_REQUESTS, POOL_STEPS = 5, 8, (8, 18)
+"""Minimum and usual number of requests in the full pool; minimum and maximum tokens per request that are decoded across a page
+boundary."""
 
 Marks = npt.NDArray[np.float32]
 
@@ -78,7 +79,7 @@ def wear(test: StressTest) -> None:
 
     Two pairs of requests take turns, so that a page holds other tokens than before. One of a pair crosses a page border.
     """
-    count = max(MIN_REPETITIONS, round(2 * test.share * test.config.requests))
+    count = max(MIN_REPETITIONS, test.scaled(2 * test.config.requests))
     if isinstance(test.engine, SupportsRequests) or test.max_tokens < 2 * PAGE_TOKENS:
         return
     lengths = test.randint(PAGE_TOKENS - WEAR_STEPS + 1, PAGE_TOKENS - 1), test.randint(2, 9)
@@ -119,9 +120,9 @@ def full_pool(test: StressTest) -> None:
         return
     page = test.draw(PAGE_TOKENS)
     named = []
-    for number in range(POOL_REQUESTS):
+    for number in range(max(MIN_POOL_REQUESTS, test.scaled(POOL_REQUESTS))):
         steps = test.randint(*POOL_STEPS)
-        length = (1 + number % 3) * PAGE_TOKENS + test.randint(PAGE_TOKENS - steps // 2, PAGE_TOKENS - 1)
+        length = (1 + round(test.share * (number % 3))) * PAGE_TOKENS + test.randint(PAGE_TOKENS - steps // 2, PAGE_TOKENS - 1)
         begin = page if number % 2 else test.draw(PAGE_TOKENS)
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + steps)]
         named.append((f"request {number} of {length} and {steps} tokens", (tokens, length)))

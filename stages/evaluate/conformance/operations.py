@@ -4,6 +4,7 @@ The engine runs first. The stored codes of a sequence are recorded before the en
 reference engine replays its sequences together over these codes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -75,7 +76,7 @@ class StressTest:
     """Number of tokens in the longest sample."""
     seed: int = 0
     share: float = 1.0
-    """Share of the random walk, free answers and repetitions that runs, see `StressTestConfig.share`."""
+    """Share of the test that runs, see `StressTestConfig.share`."""
     progress: Progress = no_progress
     """Called with the tokens that the engine or the reference engine computed, and their approximate total."""
     scenario: str = ""
@@ -109,6 +110,10 @@ class StressTest:
         self.progress("stress test [tokens]", self.computed, max(self.expected, self.computed))
 
     # --- operations -------------------------------------------------------------------------------------------------
+
+    def scaled(self, count: int) -> int:
+        """Return the share of `count` that runs, rounded up."""
+        return math.ceil(self.share * count)
 
     def draw(self, count: int) -> list[int]:
         tokens: list[int] = self.rng.integers(0, self.engine.vocab_size, count).tolist()

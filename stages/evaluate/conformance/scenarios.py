@@ -4,7 +4,6 @@ Tokens are random, with the seed of the run. Lengths and orders are random, too,
 determines them.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,9 +71,10 @@ def batch(test: StressTest) -> None:
     short random prompts repeat one token.
     """
     sequences = ragged(test)
-    more = [test.sequence("a prompt that joins", test.randint(1, 41), test.randint(1, 3)) for _ in range(test.largest // 2 + 1)]
+    count = test.scaled(test.largest // 2) + 1
+    more = [test.sequence("a prompt that joins", test.randint(1, 41), test.randint(1, 3)) for _ in range(count)]
     whole = sequences[max(1, len(sequences) - 2) :]
-    asked = [*more, *sequences]  # long prompts wait, too
+    asked = [*more, *sequences[-max(len(whole), test.scaled(len(sequences))) :]]  # long prompts wait, too
     limits = [len(row.ahead) if row in whole or row in more else min(2, len(row.ahead)) for row in asked]
     for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
         sequence.ahead[: len(answer)] = answer
@@ -145,7 +145,9 @@ def equal(test: StressTest) -> None:
     if test.max_tokens >= 5 * PAGE_TOKENS:
         sent = test.sequence("a conversation", test.randint(3 * PAGE_TOKENS, 4 * PAGE_TOKENS - STEPS), STEPS)
         near = test.randint(1, 8)
-        for end in (4 * PAGE_TOKENS, 3 * PAGE_TOKENS - near, test.randint(1, 2) * PAGE_TOKENS + near):
+        ends = (4 * PAGE_TOKENS, 3 * PAGE_TOKENS - near, test.randint(1, 2) * PAGE_TOKENS + near)
+        first = test.randint(0, len(ends) - test.scaled(len(ends)))
+        for end in ends[first : first + test.scaled(len(ends))]:
             test.serve([sent])
             rest = test.draw(test.randint(5, PAGE_TOKENS // 2))
             sent = test.sequence("a prompt that begins like the last sequence", [*sent.tokens[:end], *rest], STEPS)
@@ -299,7 +301,8 @@ def offsets(test: StressTest) -> None:
     """Decode short prompts of the page offsets at which no other scenario's prompt ended."""
     short = range(1, min(PAGE_TOKENS, test.max_tokens - STEPS) + 1)
     lengths = [length for length in short if length % PAGE_TOKENS not in test.prompt_offsets]
-    rows = [test.sequence(f"a prompt of {length} tokens", length, 2) for length in lengths]
+    chosen = test.rng.permutation(lengths)[: test.scaled(len(lengths))].tolist()
+    rows = [test.sequence(f"a prompt of {length} tokens", length, 2) for length in sorted(chosen)]
     for begin in range(0, len(rows), test.largest):
         test.serve(rows[begin : begin + test.largest])
 
@@ -314,16 +317,16 @@ def answers(test: StressTest) -> None:
     beginning = test.draw(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     parts = (test.randint(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.randint(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
     prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *parts)]
-    prompts += [[*beginning[:PAGE_TOKENS], *test.draw(test.randint(1, 9))] for _ in range(ONE_PAGE)]
-    lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), math.ceil(test.share * PROMPTS))).astype(int)
+    prompts += [[*beginning[:PAGE_TOKENS], *test.draw(test.randint(1, 9))] for _ in range(test.scaled(ONE_PAGE))]
+    lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), test.scaled(PROMPTS))).astype(int)
     prompts += [beginning, *map(test.draw, lengths.tolist())]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
     first = test.ask(asked, [test.randint(10, ANSWER) for _ in asked])
     answered = [(sequence, answer) for sequence, answer in zip(asked, first, strict=True) if answer]
-    shortest = sorted(answered, key=lambda pair: len(pair[0].prompt))[: math.ceil(test.share * CONTINUATIONS)]
+    shortest = sorted(answered, key=lambda pair: len(pair[0].prompt))[: test.scaled(CONTINUATIONS)]
     continued = [[*sequence.prompt, *answer, *test.draw(STEPS)] for sequence, answer in shortest]
     test.ask([test.sequence("a conversation that goes on", prompt) for prompt in continued], [ANSWER] * len(continued))
-    for call in range(math.ceil(test.share * CALLS) if answered else 0):
+    for call in range(test.scaled(CALLS) if answered else 0):
         chosen = [answered[i] for i in test.rng.permutation(len(answered))[: test.randint(1, len(answered))]]
         limits = [test.randint(1, len(answer)) if call % 2 else len(answer) for _, answer in chosen]
         within = [test.pick(answer) for _, answer in chosen[: test.randint(1, 3) if call % 2 else None]]
@@ -343,13 +346,13 @@ def long_queue(test: StressTest) -> None:
     """Generate two long answers while many short prompts wait for the remaining places of the batch."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
-    waiting = [test.sequence("one of many that wait", test.randint(2, 9)) for _ in range(SHORT)]
-    waiting += [waiting[i] for i in test.rng.integers(0, SHORT, round(test.share * REPEATED))]
+    waiting = [test.sequence("one of many that wait", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
+    waiting += [waiting[i] for i in test.rng.integers(0, len(waiting), test.scaled(REPEATED))]
     limits = np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist()
     # The answers to short random prompts repeat themselves. The other requests take turns in the remaining places.
     long = [test.sequence("a prompt with a long answer", test.randint(2, 9)) for _ in range(2)]
     at_once = len(long) + max(1, test.largest // test.randint(2, 6))
-    least, most = LONG_ANSWERS
+    least, most = map(test.scaled, LONG_ANSWERS)
     longest = max(least, min(most, test.config.decode_steps, test.max_tokens - 9))
     test.ask([*long, *waiting], [least, longest, *limits], at_once=min(at_once, test.largest))
 

@@ -40,7 +40,7 @@ def walk(test: StressTest) -> None:
     chunk, most = test.engine.prefill_chunk, test.max_tokens - PAGE_TOKENS // 2
     beyond = [tile + min(8, int(test.rng.geometric(1 / 2))) for tile in (256, chunk)]
     lengths = [length for length in (*TILES, chunk, *beyond, test.randint(430, 980)) if length <= most]
-    chosen = test.rng.permutation(lengths)[: math.ceil(test.share * len(lengths))]
+    chosen = test.rng.permutation(lengths)[: test.scaled(len(lengths))]
     long = [test.sequence("a long prompt", int(length)) for length in chosen]
     if isinstance(test.engine, SupportsRequests):
         for sequence in long[: test.largest]:
@@ -55,7 +55,7 @@ def walk(test: StressTest) -> None:
         operations += [walker.turn] * TURNS
     if isinstance(test.engine, SupportsFork):
         operations += [walker.fork] * FORKS
-    order = [operations[place] for place in test.rng.permutation(len(operations))][: math.ceil(test.share * len(operations))]
+    order = [operations[place] for place in test.rng.permutation(len(operations))][: test.scaled(len(operations))]
     if isinstance(test.engine, SupportsExtend):
         order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
     for operate in [walker.alone, *order, walker.alone]:
