@@ -83,26 +83,26 @@ def _check_registered(config: Config) -> None:
 
 def _check_model(config: Config, opened: set[Path]) -> None:
     """Refuse a model that is unusable, or that does not fit the policy, the load, the samples or the backend."""
-    checkpoint = inspect_model(locate_checkpoint(config.model.path))
+    checkpoint, facts, limit = inspect_model(locate_checkpoint(config.model.path)), config.facts, config.backend.context_limit
+    is_folder = checkpoint.path.is_dir()  # otherwise a GGUF, whose weights and tokenizer the first stage makes
     if config.work == checkpoint.path.resolve():
         raise UserError(f"workdir={config.workdir}: is the checkpoint's directory; give another")
-    facts = config.facts
-    job = Job(config.kv, config.weights.format, checkpoint, builds=facts.builds, judges=facts.judges)
     config.kv.check_shape(checkpoint.shape)
     _refuse_quantized(config.backend, checkpoint)
-    if facts.builds:
-        _refuse_longer(config.backend, checkpoint)
+    if facts.builds and limit is not None:
+        _check_context(config, checkpoint, f"backend.{config.backend.length_key}={limit}", limit)
     refuse_weights(checkpoint, config.weights.format)
     if facts.makes == "tuned":
         tuned_policies(config, checkpoint.shape)
     if facts.judges:
         _check_lengths(config, checkpoint)
-    if checkpoint.path.is_dir():
+    if is_folder:
         tensors_on_disk(checkpoint)
     if facts.makes != "tuned":
         check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():
         samples = _check_questions(config, checkpoint)
+        job = Job(config.kv, config.weights.format, checkpoint, builds=facts.builds, judges=facts.judges)
         open_backend(config.backend).check_inputs(job)
         if facts.judges and config.reference.device == "cuda":
             from stages.engines.reference.device import reference_device
@@ -116,13 +116,13 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         speculation = config.workloads.speculation
         if speculation is not None and speculation.draft is not None:
             check_draft(speculation.draft, checkpoint.path)
-        if facts.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
+        if facts.judges and samples and is_folder:
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
-        if facts.judges and config.workloads.lengths and checkpoint.path.is_dir():
+        if facts.judges and config.workloads.lengths and is_folder:
             _check_shortest(config, checkpoint)
-        if checkpoint.path.is_dir():  # last, since it imports torch and transformers
+        if is_folder:  # last, since it imports torch and transformers
             from stages.checkpoints.loading import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
@@ -135,15 +135,6 @@ def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> Non
         raise UserError(
             f"model.path={checkpoint.path}: the weights are quantized ({checkpoint.quantized.title}), and backend="
             f"{backend.name} takes plain ones; use backend={backends}, or give the unquantized checkpoint"
-        )
-
-
-def _refuse_longer(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
-    """Refuse an engine for longer sequences than the model was made for."""
-    limit = backend.context_limit
-    if limit is not None and limit > checkpoint.max_positions:
-        raise UserError(
-            f"backend.{backend.length_key}={limit}: the model was made for {checkpoint.max_positions} tokens; set at most that"
         )
 
 
@@ -179,7 +170,9 @@ def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
     document_words(workloads)
 
 
-def _check_context(config: Config, checkpoint: CheckpointInfo, key: str, tokens: int, sequences: int, batch_key: str) -> None:
+def _check_context(
+    config: Config, checkpoint: CheckpointInfo, key: str, tokens: int, sequences: int = 0, batch_key: str = ""
+) -> None:
     """Refuse sequences that are longer than the model or the engine permits, or whose cache exceeds this machine's memory.
 
     Messages name `key`, the setting of their length with its value, and `batch_key`, the setting of their number.

@@ -15,8 +15,8 @@ from stages.core.files import ARTIFACTS
 from stages.core.redaction import holds_secret
 from stages.core.strict import CONTROLS, PathText, StrictModel, absolute_path
 from stages.engines.config import BackendConfig, backend_configs
+from stages.planning.capacity import CapacityConfig
 from stages.planning.tune_records import TuneConfig
-from stages.planning.use import CapacityConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
 from stages.verdict.thresholds import Thresholds

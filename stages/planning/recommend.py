@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 from stages.core.strict import StrictModel
 from stages.engines.config import is_least_preferred
-from stages.planning.capacity import Capacity, PolicyCapacity
-from stages.planning.use import CapacityConfig
+from stages.planning.capacity import Capacity, CapacityConfig, PolicyCapacity
 from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
 from stages.verdict.thresholds import MAX_ATTEMPTS, Status

@@ -144,7 +144,7 @@ CASES = [
          ("sample s-0001", "its answer and workloads.extra_new_tokens=16", "2,048", "too many"), long_prompt,
          loads_model=True),
     Case("more tokens than the model supports", ("backend=vllm", "model.path=model"),
-         ("backend.max_model_len=", "the model was made for 2048 tokens", "set at most that"), with_config()),
+         ("backend.max_model_len=", "the model was made for 2,048 tokens", "lower it"), with_config()),
     Case("a full disk", ("stage=capacity", "workdir=work"), ("work",), text_file("x", ""), code=4, file_bytes=4000,
          runs_stage=True),
 ]  # fmt: skip

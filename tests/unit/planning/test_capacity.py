@@ -15,8 +15,7 @@ from pipeline.config.policies import labelled
 from stages.checkpoints.intake.shapes import read_model
 from stages.core.errors import UserError
 from stages.core.memory import GIB
-from stages.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure_capacity, memory_budget
-from stages.planning.use import CapacityConfig
+from stages.planning.capacity import Capacity, CapacityConfig, PolicyCapacity, SequenceCost, measure_capacity, memory_budget
 from stages.policies.policy import KVShape
 
 KIB = 1024
