@@ -1,4 +1,4 @@
-"""The path of a command in docs/architecture.md is the path that it takes."""
+"""docs/architecture.md lists the functions that a command really passes."""
 
 import re
 import subprocess
@@ -16,14 +16,14 @@ from pathlib import Path
 from pipeline.__main__ import main
 from stages.engines.onnx.engine import GraphSession
 
-found, root, *arguments = sys.argv[1:]
+out, root, *arguments = sys.argv[1:]
 run = GraphSession.run
 
 def stop_at_a_decode_step(session):
     codes = [info.frame.f_code for info in inspect.stack()[1:]]
     names = [code.co_qualname for code in codes if code.co_filename.startswith((root + "/pipeline", root + "/stages"))]
     if "PagedEngine._decode" in names:
-        Path(found).write_text("\\n".join(["GraphSession.run", *names]))
+        Path(out).write_text("\\n".join(["GraphSession.run", *names]))
         raise KeyboardInterrupt
     run(session)
 
@@ -31,19 +31,18 @@ GraphSession.run = stop_at_a_decode_step
 sys.argv[1:] = arguments
 main()
 """
-"""A process of its own runs this, because torch's threads of earlier tests do not survive a fork."""
+"""Writes the call stack of the first decode step. A fork would lose torch's threads."""
 
 
 def test_a_decode_step_passes_the_functions_of_the_page(tmp_path: Path) -> None:
-    """A reader must be able to follow a command to ONNX Runtime."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     functions = page.partition("passes these functions")[2].partition("Other engines differ")[0]
-    found = tmp_path / "functions"
+    out = tmp_path / "functions"
     few = [*FEW, "workloads.conformance_samples=0", "tracking=none", f"workdir={tmp_path / 'work'}", "kv=int8"]
-    command = [sys.executable, "-c", RECORDER, str(found), str(ROOT), *few]
+    command = [sys.executable, "-c", RECORDER, str(out), str(ROOT), *few]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=MAX_SECONDS)
-    assert found.is_file(), ended.stderr
-    names = found.read_text().splitlines()[::-1]
+    assert out.is_file(), ended.stderr
+    names = out.read_text().splitlines()[::-1]
     names = names[names.index("main") + 1 :]
     assert names == re.findall("`([^`]+)`", functions)[1:]
     assert len(names) <= MAX_FRAMES

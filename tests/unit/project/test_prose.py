@@ -35,7 +35,7 @@ PHRASES = re.compile(
 
 
 def python_texts(source: str) -> Iterator[str]:
-    """Yield comments, and strings of five words or more: docstrings and messages."""
+    """Yield comments, docstrings, and other strings of five or more words."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.string.lstrip("# ")
@@ -44,7 +44,7 @@ def python_texts(source: str) -> Iterator[str]:
 
 
 def markdown_texts(source: str) -> Iterator[str]:
-    """Yield lines outside of blocks of code, without links' targets."""
+    """Yield the lines outside of code blocks, without link targets."""
     for part in source.split("```")[::2]:
         yield from (re.sub(r"`[^`]*`|\]\([^)]*\)", " X ", line).strip("|#-* ") for line in part.splitlines())
 
@@ -68,7 +68,7 @@ def c_texts(source: str) -> Iterator[str]:
 
 
 def page_texts(source: str) -> Iterator[str]:
-    """Yield a template's lines of text, with X for inserted values, without tags and statements."""
+    """Yield the lines of a template, with X for inserted values and without tags and statements."""
     for line in re.sub(r"{#|#}", "", source).splitlines():
         yield re.sub(r"<[^<>]*>|{%.*?%}", " ", re.sub(r"{{.*?}}", "X", line))
 
@@ -79,12 +79,12 @@ COMMENTED = {".yaml", ".yml", ".toml", ".in", ""}
 
 
 def phrases_per_thousand_words(texts: Iterator[str]) -> float:
-    words = found = 0
+    words = hits = 0
     for text in texts:
         for sentence in re.split(r"(?<=[.!?])\s+", re.sub(r"``?[^`]*``?", "X", " ".join(text.split()))):
             words += len(sentence.split())
-            found += len(PHRASES.findall(sentence))
-    return 1000 * found / max(words, 1)
+            hits += len(PHRASES.findall(sentence))
+    return 1000 * hits / max(words, 1)
 
 
 @pytest.mark.parametrize("path", PATHS)
