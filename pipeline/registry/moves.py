@@ -66,12 +66,12 @@ def route_back(model: RegisteredModel, alias: str) -> Route:
 
 
 def make_moves(registry: "MlflowStore", moves: Sequence[Move]) -> None:
-    """Make all moves or none. Raises GateRefusal if another command moved an alias meanwhile."""
-    moves = [move for move in moves if move.after != move.before]
+    """Make all moves or none. Raises GateRefusal if another command made a different move of an alias meanwhile."""
     if not moves:
         return
     with locked(registry.lock, "moving aliases"):
         model = registry.read()
+        moves = [move for move in moves if route_of(model, move.alias) != move.after]
         for move in moves:
             if route_of(model, move.alias) != move.before:
                 raise GateRefusal(f"{move.alias}: another command moved it; nothing was changed; run it again")

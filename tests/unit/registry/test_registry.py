@@ -41,8 +41,13 @@ def test_an_engine_is_read_and_replayed_once_a_command(fp8: Candidate, registry:
     fp8.report.path.unlink()
     engines.find(engines.model.versions["1"]).verify()
     assert registry.replays == ["fp8"]
+    moves = list(registry.moves)
+    engines.promote([fp8], "tiny")
+    assert registry.moves == moves, "another command may have made the same move meanwhile"
+    registry.aliases["champion"] = registry.judge("int8").version
     with pytest.raises(GateRefusal, match="champion: another command moved it; nothing was changed; run it again"):
         engines.promote([fp8], "tiny")
+    assert registry.moves == moves
 
 
 def test_the_smallest_passing_cache_becomes_champion(registry: MemoryRegistry) -> None:
