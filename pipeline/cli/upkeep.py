@@ -170,7 +170,7 @@ def make_plan(config: Config) -> PrunePlan:
         f"version {version.number} of {model.name} ({version.name})"
         for model in inventory.models
         for version in model.versions.values()
-        if version.identity_digest in inventory.lineages and inventory.identity_places[version.identity_digest] <= removed
+        if inventory.identity_places.get(version.identity_digest) in removed
     )
     needed = [piece for piece in inventory.pieces if piece.place in users]
     freed_bytes = distinct_bytes(inventory.pieces) - distinct_bytes(needed)

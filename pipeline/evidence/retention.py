@@ -98,8 +98,8 @@ class Inventory:
     pieces: list[Piece]
     lineages: dict[str, Lineage] = field(default_factory=dict)
     """sha256 of an identity.json -> the identity."""
-    identity_places: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """sha256 of an identity.json -> places of its artifacts: a signed and an unsigned one may have the same identity."""
+    identity_places: dict[str, str] = field(default_factory=dict)
+    """sha256 of an identity.json -> place of its artifact."""
     models: list[RegisteredModel] = field(default_factory=list)
     sweeps: list[Summary] = field(default_factory=list)
     """Sweeps, the latest first."""
@@ -129,8 +129,7 @@ def take_inventory(config: Config) -> Inventory:
             with inventory.noting_problems():
                 lineage = read_lineage(piece.path / IDENTITY_FILE)
                 digest = file_digest(piece.path / IDENTITY_FILE)
-                inventory.lineages[digest] = lineage
-                inventory.identity_places[digest].add(piece.place)
+                inventory.lineages[digest], inventory.identity_places[digest] = lineage, piece.place
     for sweep in summary.sweeps(config.work):
         with inventory.noting_problems():
             inventory.sweeps.append(summary.load(config.work, sweep))
@@ -168,7 +167,7 @@ def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
         lineage = inventory.lineages.get(digest)
         if lineage is not None:
             links = lineage.chain if whole_chain else lineage.reads
-            for place in (*inventory.identity_places[digest], *(link.place for link in links)):
+            for place in (inventory.identity_places[digest], *(link.place for link in links)):
                 if place in inventory.artifact_places:
                     users.setdefault(place, user)
 

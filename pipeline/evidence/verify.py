@@ -95,13 +95,14 @@ def registered_engine(
         record = read_bundle(candidate.engine.path)
     try:
         policy, built_for = evidence.identity.kv, Limits.of_bundle(record)
+        beyond = report.limits.exceeded_by(built_for) if report.limits is not None else None
         verdict = evidence.identity.verdict if gates is None else decide(report, evidence.rows, gates)
     except (KeyError, ValueError) as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     registered = {"run_id": version.run_id, "version": version.number}
     candidate = candidate.model_copy(update=registered | Candidate.decided(verdict))
     workloads = frozenset(row.workload for row in evidence.rows)
-    return RegisteredEngine(candidate, report.limits, built_for, policy, workloads, partial(replay, evidence, signing))
+    return RegisteredEngine(candidate, beyond, policy, workloads, partial(replay, evidence, signing))
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:

@@ -151,8 +151,7 @@ class MlflowStore(RegistryReader):
             raise UserError(f"{location}: {self.lock.parent} cannot be made ({error.strerror}); name another") from error
         with locked(self.lock, "opening MLflow's store"):  # concurrent creation of a SQLite store breaks its migrations
             super().__init__(location)
-            with reached(location):
-                self.experiment_id = self._experiment()
+            self.experiment_id = self._experiment()
             with suppress(MlflowException):  # it exists already
                 description = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=description)

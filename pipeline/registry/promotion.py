@@ -29,7 +29,6 @@ from stages.core.redaction import redact_text
 from stages.engines.config import is_least_preferred
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
-from stages.verdict.coverage import Limits
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -105,10 +104,8 @@ class RegisteredEngine:
 
     candidate: Candidate
     """Its verdict was decided again by the gates of the command."""
-    limits: Limits | None
-    """Limits that the verdict covers."""
-    built_for: Limits
-    """Limits that the engine's bundle imposes."""
+    beyond: str | None
+    """How the engine's bundle exceeds the limits that the verdict covers; None if it stays within them."""
     policy: KVPolicy
     workloads: frozenset[str]
     """Workloads that the engine was judged on."""
@@ -132,9 +129,8 @@ class RegisteredEngine:
         if self.candidate.verdict != "PASS":
             reasons = "; ".join(self.candidate.reasons)
             raise GateRefusal(f"judged again from its recorded samples, it is {self.candidate.verdict}: {reasons}")
-        beyond = self.limits.exceeded_by(self.built_for) if self.limits is not None else None
-        if beyond is not None:
-            raise GateRefusal(beyond)
+        if self.beyond is not None:
+            raise GateRefusal(self.beyond)
 
     def __str__(self) -> str:
         return f"version {self.candidate.version} ({self.candidate.name})"

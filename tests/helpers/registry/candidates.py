@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,12 +84,9 @@ def engines_of(
     candidates: Iterable[Candidate],
     replay: Callable[[Candidate], Sequence[Finding]] = compare_identity,
     decide: Decide | None = None,
-    **changes: Any,
+    built_for: Limits | None = None,
 ) -> Engines:
-    """Return the registered engines of candidates; their verdicts stay if `decide` is None.
-
-    `changes` are fields of every engine.
-    """
+    """Return the registered engines of candidates, all built for the same limits. Verdicts stay if `decide` is None."""
     known = {candidate.version: candidate for candidate in candidates}
 
     def read(version: Version) -> RegisteredEngine:
@@ -104,8 +100,8 @@ def engines_of(
         )
         candidate = candidate.model_copy(update=decided)
         policy, workloads = SHIPPED.get(candidate.policy, FP16_POLICY), frozenset(one.workload for one in rows)
-        engine = RegisteredEngine(candidate, report.limits, Limits(), policy, workloads, partial(replay, candidate))
-        return replace(engine, **changes)
+        beyond = report.limits.exceeded_by(built_for or Limits()) if report.limits is not None else None
+        return RegisteredEngine(candidate, beyond, policy, workloads, partial(replay, candidate))
 
     return Engines(registry, read)
 
