@@ -263,8 +263,8 @@ def page() -> str:
     head = [
         "# Reference",
         "",
-        "`python docs/reference.py` writes this page from the code, and a test compares both. "
-        "Exit codes: [start](start.md#exit-codes).",
+        "All policies, files, options and keys of kvgate, written from the code by `python docs/reference.py`. "
+        "[Start](start.md#exit-codes) has the exit codes.",
         "",
     ]
     parts = [*head, *policies(), *files(), *groups(), *keys()]
