@@ -75,17 +75,17 @@ class EngineSteps(Artifacts):
         return open_backend(self.config.backend)
 
     @property
-    def given(self) -> Path:
+    def source_path(self) -> Path:
         return locate_checkpoint(self.config.model.path)
 
     @property
     def checkpoint(self) -> Path:
         """The directory of the user's checkpoint, or the checkpoint that a GGUF was converted to."""
-        return self._converted.path if self._converted is not None else self.given
+        return self._converted.path if self._converted is not None else self.source_path
 
     @property
     def shape(self) -> KVShape:
-        model_path = self.given
+        model_path = self.source_path
         return inspect_gguf(model_path).info.shape if model_path.is_file() else inspect_checkpoint(model_path).shape
 
     @cached_property
@@ -93,12 +93,12 @@ class EngineSteps(Artifacts):
         if self._converted is not None:
             return self._converted.digest
         with show_progress("reading the model's files"):
-            return self.digest_of_model(self.given)
+            return self.digest_of_model(self.source_path)
 
     @cached_property
     def _converted(self) -> Artifact | None:
         """The Hugging Face checkpoint converted from a GGUF, used by every later stage; None if model.path is a checkpoint."""
-        gguf = self.given
+        gguf = self.source_path
         if not gguf.is_file():
             return None
         libraries = (*TORCH, "gguf", "numpy")
@@ -169,7 +169,7 @@ class EngineSteps(Artifacts):
 
     def _carries_scales(self, policy: KVPolicy) -> bool:
         """Return whether the checkpoint has static scales in the policy's format. Such scales are not measured again."""
-        if self.given.is_file():
+        if self.source_path.is_file():
             return False
         info = inspect_checkpoint(self.checkpoint)
         if info.quantized is None:

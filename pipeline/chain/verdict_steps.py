@@ -194,7 +194,7 @@ class VerdictSteps:
         """Device of the reference engine: `cpu` or `cuda`."""
         from stages.engines.reference.device import reference_device
 
-        model_path = self.chain.given
+        model_path = self.chain.source_path
         size = model_path.stat().st_size if model_path.is_file() else weight_bytes(inspect_checkpoint(model_path))
         return reference_device(self.config.reference.device, size)
 

@@ -1,1 +1,1 @@
-"""Engines over a quantized KV cache: one folder a backend."""
+"""Engines over a quantized KV cache: one folder per backend."""

@@ -1,7 +1,7 @@
 """The interface of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
 
-`open_backend(config)` of that module returns the backend of a configuration. This call is cheap: methods import the
-libraries that they need.
+`open_backend(config)` of that module returns the backend of a configuration. The call is cheap, because methods import the
+libraries when they need them.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ from stages.policies.policy import KVPolicy
 C = TypeVar("C", bound=BackendConfig)
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
-"""Distributions that run a checkpoint."""
+"""Distributions that are needed to run a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Source:
-    """The directory that a bundle is built from, and the digest that represents the directory in the bundle's key."""
+    """The directory that a bundle is built from, and its digest for the bundle's key."""
 
     path: Path
     digest: str
 
 
 class Artifacts(Protocol):
-    """The artifacts of one configuration; each is made once, or reused from the store."""
+    """The artifacts of one configuration. Each method builds its artifact, or reuses it from the store."""
 
     @property
-    def given(self) -> Path:
+    def source_path(self) -> Path:
         """The directory or GGUF that model.path names."""
         ...
 
     def digest_of(self, path: Path) -> str:
-        """Return the digest of a user's file. The command fails if the file changes before its artifact is made."""
+        """Return the digest of a user's file. The command fails if the file changes before the artifact is finished."""
         ...
 
     def weights(self) -> Artifact:
@@ -79,16 +79,16 @@ class Artifacts(Protocol):
     def making(
         self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
     ) -> AbstractContextManager[Entry]:
-        """Yield the entry of an artifact, which the block fills if it is missing. `policy` and `note` complete its title.
+        """Yield the entry of an artifact. If the artifact is missing, the `with` block writes it to the entry's `scratch`.
 
-        `pipeline.store.store.Store.making` explains `resumable`.
+        `policy` and `note` complete the artifact's title. `pipeline.store.store.Store.making` explains `resumable`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The scales of a checkpoint that an engine would load."""
+    """Comparison of a checkpoint's scales with the scales that an engine would load."""
 
     engine: str
     """The engine's release, and the form of the checkpoint."""
@@ -98,13 +98,13 @@ class Audit:
 
 
 ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
-"""Rounding error of a layer's output by type, relative to the output's root mean square: twice the epsilon of the type."""
+"""Type of activations -> rounding error of a layer's output, relative to its root mean square: twice the type's epsilon."""
 
 
 class Backend(ABC, Generic[C]):
-    """The interface to build, load and run the engines of one library.
+    """The interface to build and load the engines of one library.
 
-    Keys contain the code of `build_module` and `engine_module`, with all that they can import, and the parts below.
+    The keys of artifacts contain the code that `build_module` and `engine_module` can import, and the parts below.
     """
 
     libraries: ClassVar[tuple[str, ...]]
@@ -115,36 +115,36 @@ class Backend(ABC, Generic[C]):
 
     @property
     def build_module(self) -> str:
-        """Module whose `build_bundle` builds bundles: its source, with all that it can import, is part of a bundle's key."""
+        """Module whose `build_bundle` builds bundles. All code that it can import is part of a bundle's key."""
         return f"stages.engines.{self.config.folder}.build"
 
     @property
     def engine_module(self) -> str:
-        """Module that opens engines: its source, with all that it can import, is part of an evaluation's key."""
+        """Module that opens engines. All code that it can import is part of an evaluation's key."""
         return f"stages.engines.{self.config.folder}.engine"
 
     @abstractmethod
     def check_inputs(self, job: Job) -> None:
-        """Refuse a job that cannot be built or run here, before any work.
+        """Check, before any work, that a job can be built and run on this machine.
 
         Raises UserError if this backend does not support the configuration; MissingRequirement if a library, a GPU or an
         interpreter is missing on this machine.
         """
 
     def check_runs(self) -> None:
-        """Refuse, in a dry run, an engine that can be built here but not run.
+        """Check in a dry run that an engine that can be built on this machine can also run on it.
 
-        A real job is not refused: it builds the engine first. Raises MissingRequirement if the GPU is missing.
+        A real job does not check this, because it builds the engine first. Raises MissingRequirement if the GPU is missing.
         """
 
     @abstractmethod
     def run_parts(self) -> dict[str, object]:
-        """Return the values that decide an evaluation's results in addition to engine, code and libraries, as JSON."""
+        """Return the JSON values that affect an evaluation's results, other than engine, code and libraries."""
 
     def audit(self, path: Path) -> Audit:  # noqa: ARG002
         """Return a checkpoint's scales and the scales that the backend's engine would use. Reads no weights."""
         raise UserError(
-            f"backend={self.config.name}: loads no scales of a checkpoint by itself; use one that does, such as vllm"
+            f"backend={self.config.name}: does not load scales from a checkpoint; use a backend that does, such as vllm"
         )
 
     def run_libraries(self) -> tuple[str, ...]:
@@ -153,9 +153,9 @@ class Backend(ABC, Generic[C]):
 
     @property
     def rounding(self) -> float | None:
-        """Rounding error of a layer's output, as in ROUNDING: except for it, engines compute the same as the reference engine.
+        """Rounding error of a layer's output, as in ROUNDING. It bounds the difference from the reference engine.
 
-        None if their arithmetic differs from the reference engine by design, so that rounding does not bound the difference.
+        None if the engine's arithmetic differs from the reference engine by design, so that rounding is no bound.
         """
         return ROUNDING["float32"]
 
@@ -169,17 +169,17 @@ class Backend(ABC, Generic[C]):
         """Return the source of `policy`'s bundle, and make the source first if needed."""
 
     def build_parts(self) -> dict[str, object]:
-        """Return the values that decide a bundle's bytes in addition to policy, source, code and libraries, as JSON."""
+        """Return the JSON values that affect a bundle's bytes, other than policy, source, code and libraries."""
         return {}
 
     def build_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `build_bundle` in addition to the arguments of `build`."""
+        """Return additional arguments for `build_bundle`."""
         return {}
 
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         """Fill the empty directory `out` with a bundle; `scales` is a kv_scales.json.
 
-        Raises UserError if policy, scales and model do not fit together, or if the backend's library refuses the combination;
+        Raises UserError if policy, scales and model do not match, or if the backend's library refuses the combination;
         MissingRequirement if this machine lacks something.
         """
         build_bundle = import_module(self.build_module).build_bundle
@@ -187,7 +187,7 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def load(self, bundle: Path) -> Engine:
-        """Load a bundle that `build` made.
+        """Load a bundle that `build` wrote.
 
         Raises UserError if a file of the bundle is missing or was altered; MissingRequirement if this machine cannot run the
         engine.

@@ -63,7 +63,7 @@ class ChunkedEngine(Engine):
             yield prompt[begin : begin + self.prefill_chunk]
 
     def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002
-        """Start a prompt's sequence; return its handle and the number of tokens that it already holds."""
+        """Start a prompt's sequence; return its handle and the number of prompt tokens that are already in its cache."""
         return self._start(), 0
 
     @abstractmethod

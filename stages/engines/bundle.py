@@ -1,4 +1,4 @@
-"""The part of an engine bundle that all backends share, and the check that a bundle is unchanged since the build."""
+"""Files that the bundles of all backends contain, and the check that a bundle has not changed since the build."""
 
 import json
 import re
@@ -50,14 +50,14 @@ def sm_number(capability: str) -> int:
 
 
 class BuiltFor(StrictModel):
-    """A library and GPUs: either the target of an engine's build, or a machine's own."""
+    """A library and GPUs: those that an engine was built for, or those of a machine."""
 
     library: str
     """The library's title: TensorRT, TensorRT for RTX or TensorRT-LLM."""
     version: str
     """The library's version. A plan can only be read by the version that wrote it."""
     compute_capabilities: list[str]
-    """Compute capabilities such as `8.9`: of the GPUs that the engine has code for, or of the machine's GPUs (may be empty)."""
+    """Compute capabilities such as `8.9`: those that the engine has code for, or those of the machine's GPUs (may be empty)."""
 
     def __str__(self) -> str:
         devices = f"SM {', '.join(self.compute_capabilities)}" if self.compute_capabilities else "no GPU"
@@ -146,16 +146,16 @@ def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exac
         directory: The engine's bundle, for the message.
         built: Library and GPUs that the engine was built for.
         machine: Library and GPUs of this machine.
-        exactly: Whether the machine's GPUs must be exactly the engine's. Otherwise the engine has code for several kinds of
-            GPU, and must have code for each GPU of the machine.
+        exactly: Whether both must have the same set of compute capabilities. Otherwise the engine may support more
+            capabilities than the machine has.
     """
     same_library = (built.library, built.version) == (machine.library, machine.version)
     targets, devices = set(built.compute_capabilities), set(machine.compute_capabilities)
     if same_library and devices and (devices == targets if exactly else devices <= targets):
         return
     raise MissingRequirement(
-        f"{directory}: this engine was built for {built}, this machine has {machine}: build it here with stage=build, or "
-        "load it where it was built for"
+        f"{directory}: this engine was built for {built}, but this machine has {machine}: build it here with stage=build, or "
+        "load it on a matching machine"
     )
 
 

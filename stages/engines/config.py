@@ -1,6 +1,6 @@
 """The base classes of backend configurations, and the registry of backends.
 
-A backend is a folder of `stages/engines`. Its `config.py` holds the typed configuration and is light to import; its
+A backend is a folder of `stages/engines`. Its `config.py` has the typed configuration and imports no heavy library; its
 `backend.py` builds and runs the engines.
 """
 
@@ -22,11 +22,11 @@ class BackendConfig(StrictModel):
 
     name: str
     in_process: ClassVar[bool] = False
-    """Whether engines open in seconds in this process, on any CPU, and keep their cache in this machine's memory."""
+    """Whether engines run in this process on any CPU, open in seconds, and keep their cache in host memory."""
     least_preferred: ClassVar[bool] = False
     """Whether an equally good engine of another backend is preferred (true for the reference engine)."""
     shares_pages: ClassVar[bool] = True
-    """Whether all layers keep the same pages, as in kvgate's own pool, instead of each layer the pages that it attends to."""
+    """Whether all layers keep the same pages, as in kvgate's pool. Otherwise each layer keeps only pages that it attends to."""
     takes_quantized: ClassVar[bool] = False
     """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
@@ -85,4 +85,4 @@ class InterpreterConfig(BackendConfig):
 
     shares_pages = False
     python: PathText | None
-    """The Python that has the library: a path or a command on PATH."""
+    """Python interpreter with the library: a path or a command on PATH."""

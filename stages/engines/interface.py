@@ -1,4 +1,4 @@
-"""The interface of engines: required methods, greedy generation, and optional capabilities.
+"""The interface of engines: required methods, greedy generation and optional capabilities.
 
 Optional capabilities are protocols: an engine has a capability if it defines its method. Check
 `isinstance(engine, SupportsFork)` before a call of `engine.fork`.
@@ -40,17 +40,17 @@ class Continuation:
     stored: int = 0
     """Tokens whose keys and values are in the cache."""
     reached: int = 0
-    """Tokens that were stored at the last preemption."""
+    """Tokens that were stored when the request was last preempted."""
     preempted: int = 0
     """Number of times that the request was preempted by an older request."""
     reused: int = 0
-    """Prompt tokens that were found in the cache."""
+    """Prompt tokens that were already in the cache."""
 
 
 class Engine(ABC):
     """A loaded engine bundle. Sequences are integer handles; logits are float32 of shape (batch, vocab_size).
 
-    A subclass implements the abstract methods. The public methods check the arguments, so the methods that begin with `_` may
+    A subclass implements the abstract methods. The public methods check their arguments, so that methods starting with `_` may
     rely on valid input.
     """
 
@@ -70,7 +70,7 @@ class Engine(ABC):
     logit_step: float = 0.0
     """Two units in the last place of a logit, relative to the logit."""
     full_pool_requests: int = 0
-    """Requests that an evaluation sends into a small pool (`serve_rounds`) if `workloads.full_pool` is null."""
+    """Requests that an evaluation serves from a small pool (`serve_rounds`) if `workloads.full_pool` is null."""
     keeps_prefixes: bool = False
     """Whether prompt prefixes stay in the cache for later prompts, until `forget_prefixes`."""
 
@@ -93,7 +93,7 @@ class Engine(ABC):
         return self.prefill(prompts)[0]
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        """Append one token to every given sequence.
+        """Append one token to each sequence.
 
         Return logits (len(sequences), vocab_size), computed from the quantized cache. Raises UserError if a token is outside
         the vocabulary or does not fit into the engine; ValueError unless the sequences are distinct and each gets one token.
@@ -141,7 +141,7 @@ class Engine(ABC):
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """Generate every request to its end, at most `max_sequences` at once."""
+        """Generate until every request has ended, at most `max_sequences` at once."""
         import numpy as np  # imported here, so that the command line starts without NumPy
 
         waiting, live = deque(continuations), list[Continuation]()
@@ -173,7 +173,7 @@ class Engine(ABC):
         """Take one step: prefill the continuations without a sequence or, if all have a sequence, decode.
 
         An engine that prefills and decodes in one pass overrides this method. Return the continuations whose tokens are all
-        stored now, and the logits (continuations, vocab_size) of their last tokens.
+        stored, and the logits (continuations, vocab_size) of their last tokens.
         """
         joining = [request for request in live if request.sequence < 0]
         if joining:
@@ -215,7 +215,7 @@ class Engine(ABC):
 
     @abstractmethod
     def corrupt_key_scale(self, factor: float) -> None:
-        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or unscaled stored keys.
+        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or keys that have no scale.
 
         The fault applies to stored and to later tokens and leaves the codes unchanged. The inverse factor undoes it.
         """
@@ -228,7 +228,7 @@ class Engine(ABC):
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     if not len(tokens):
-        raise UserError("a prompt must hold at least one token, got an empty one")
+        raise UserError("a prompt must have at least one token, got none")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise UserError(f"token ids must be in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}")
 
@@ -240,7 +240,7 @@ ForcedRequest = tuple[Sequence[int], int]
 @runtime_checkable
 class SupportsFork(Protocol):
     def fork(self, sequence: int) -> int:
-        """Start a sequence with the same tokens that shares the original's full pages, and return its handle."""
+        """Start a copy of a sequence, which shares the original's full pages, and return its handle."""
         ...
 
 
@@ -261,9 +261,9 @@ class SupportsForgetting(Protocol):
 @runtime_checkable
 class SupportsForced(Protocol):
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """Compute the forced decode of a whole sequence in one pass; no sequence stays in the engine.
+        """Compute the forced decode of a whole sequence in one pass. The engine keeps no sequence.
 
-        Return logits (len(tokens) - first, vocab_size). Row r equals the result of `decode` for tokens[first + r] after
+        Return logits (len(tokens) - first, vocab_size). Row r equals what `decode` returns for tokens[first + r] after
         `prefill` of tokens[:first] and `decode` of the tokens between. Raises UserError if `tokens` is empty or holds ids
         outside the vocabulary; ValueError if `first` leaves an empty prefix or no token to score.
         """
@@ -284,10 +284,10 @@ class SupportsFullPool(Protocol):
     def serve_rounds(
         self, rounds: Sequence[Sequence[ForcedRequest]], rows: int, pages: int | None = None
     ) -> list[list[ServedRequest]]:
-        """Serve rounds of requests. The requests of a round are sent at once.
+        """Serve rounds of requests. All requests of a round arrive at once.
 
-        A request's result includes the logits of its last `rows` tokens. With `pages`, all rounds share a pool of that
-        number of pages of PAGE_TOKENS tokens, which keeps prompt prefixes: requests wait, are preempted by older requests, and
+        A result includes the logits of the request's last `rows` tokens. With `pages`, all rounds share a pool with that
+        many pages of PAGE_TOKENS tokens, which keeps prompt prefixes: requests wait, are preempted by older requests, and
         are recomputed. Without `pages`, every request has room and no prefix is reused.
         """
         ...
@@ -296,7 +296,7 @@ class SupportsFullPool(Protocol):
 @runtime_checkable
 class SupportsStored(Protocol):
     def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return, for each layer, the copies in the pages of a sequence, without the buffers of exact tokens."""
+        """Return a sequence's copies in the pages, by layer. Buffers of exact tokens are not included."""
         ...
 
 
@@ -305,7 +305,7 @@ class SupportsStoredRequest(Protocol):
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
         """Return the cache content of request `number` of the last `forced_together`, in the form of `stored`.
 
-        The result is empty if the engine cannot describe the memory layout of its cache.
+        The result is empty if the memory layout of the engine's cache is unknown.
         """
         ...
 

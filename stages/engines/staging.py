@@ -22,15 +22,15 @@ Section = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
 
 
-def aligned(size: int, device: torch.device) -> Tensor:
-    """Return `size` bytes (at least one) of memory whose address is a multiple of ALIGNMENT."""
+def allocate_aligned(size: int, device: torch.device) -> Tensor:
+    """Allocate `size` bytes (at least one) at an address that is a multiple of ALIGNMENT."""
     memory = torch.empty(max(1, size) + ALIGNMENT, dtype=torch.uint8, device=device)
     first = -memory.data_ptr() % ALIGNMENT
     return memory[first : first + max(1, size)]
 
 
-def stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros (count, *shape); every tensor of `shape` begins at a multiple of ALIGNMENT."""
+def allocate_stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros (count, *shape); each tensor of `shape` begins at a multiple of ALIGNMENT."""
     inner = torch.zeros(shape, dtype=dtype, device="meta").stride()
     stride = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
     return torch.zeros(count * stride, dtype=dtype, device=device).as_strided((count, *shape), (stride, *inner))
@@ -42,7 +42,7 @@ def saturated_product(values: Tensor, factor: Tensor | float) -> Tensor:
 
 
 class StagedInputs:
-    """Host arrays, and the device tensors that `upload` copies them to. Their addresses never change."""
+    """Host arrays, and device tensors to which `upload` copies them. Their addresses never change."""
 
     def __init__(self, sections: Mapping[str, Section], device: torch.device) -> None:
         """Allocate zeros for the `sections` by name."""
@@ -50,7 +50,7 @@ class StagedInputs:
         for name, (dtype, shape) in sections.items():
             parts[name] = slice(size, size + math.prod(shape) * dtype.itemsize)
             size = -(-parts[name].stop // ALIGNMENT) * ALIGNMENT
-        self._memory = aligned(size, device).zero_()
+        self._memory = allocate_aligned(size, device).zero_()
         self._pinned = torch.zeros(len(self._memory), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.tensors: dict[str, Tensor] = {}
         self.arrays: dict[str, npt.NDArray[Any]] = {}
@@ -61,7 +61,7 @@ class StagedInputs:
     def upload(self) -> None:
         """Copy the arrays to the device, on the current stream, without waiting.
 
-        Do not fill the arrays again before the copy has ended. Reading the step's results guarantees that.
+        Do not fill the arrays again before the copy has ended: read the step's results first.
         """
         self._memory.copy_(self._pinned, non_blocking=True)
 

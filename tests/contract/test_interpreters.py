@@ -135,8 +135,13 @@ def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bund
     built = library.release.replace(".", r"\.")
     with pytest.raises(MissingRequirement, match=rf"{library.program.library} {built}.* 99\.1\.0"):
         open_engine(bundle, newer)
-    assert f"{library.program.library} 99.1.0 was not checked" in str(inspect_interpreter(library.program, newer).unread)
-    assert inspect_interpreter(library.program, make_interpreter(tmp_path / "same", release=library.release)).unread is None
+    assert f"{library.program.library} 99.1.0 was not checked" in str(
+        inspect_interpreter(library.program, newer).release_warning
+    )
+    assert (
+        inspect_interpreter(library.program, make_interpreter(tmp_path / "same", release=library.release)).release_warning
+        is None
+    )
 
 
 def test_a_missing_requirement_names_its_fix_in_one_line(library: Library, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from stages.policies.policy import KVPolicy
 FP16 = Format(dtype="fp16")
 
 
-def policy_of(key: Format, value: Format, **more: Any) -> KVPolicy:
-    return KVPolicy(name="mine", key=key, value=value, **more)
+def policy_of(key: Format, value: Format, **fields: Any) -> KVPolicy:
+    return KVPolicy(name="mine", key=key, value=value, **fields)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def policy_of(key: Format, value: Format, **more: Any) -> KVPolicy:
         (policy_of(form_of("q8_0"), FP16), 80, r"^kv\.key\.dtype=q8_0: its blocks of 32 channels .* head_dim 80"),
         (policy_of(Format(dtype="bf16"), FP16), 64, r"^kv=mine: .*bf16 none keys are not supported by this engine.*q8_0"),
         (policy_of(FP16, FP16, sink_tokens=4), 64, r"^kv=mine: .*4 sink and 0 recent exact tokens"),
-        (policy_of(form_of("q8_0", "hadamard_64"), FP16), 128, r"^kv\.key\.rotation=hadamard_64: .*blocks of 128 here"),
+        (policy_of(form_of("q8_0", "hadamard_64"), FP16), 128, r"^kv\.key\.rotation=hadamard_64: .*blocks of 128 and"),
         (policy_of(form_of("q8_0", "hadamard"), FP16), 32, r"^kv\.key\.rotation=hadamard: .*head_dim that is a multiple of 64"),
         (
             policy_of(form_of("q8_0", "hadamard"), form_of("q8_0")),
@@ -79,13 +79,13 @@ def test_corrupting_a_state_changes_only_the_key_scales(
     monkeypatch.setattr(sys, "path", [str(Path(worker.__file__).parent), str(CHANNEL), *sys.path])
     from kvgate_llamacpp_worker import State
 
-    given, keys, values = state_bytes(5, transposed=transposed)
-    state = State(np.frombuffer(given, np.uint8).copy())
+    content, keys, values = state_bytes(5, transposed=transposed)
+    state = State(np.frombuffer(content, np.uint8).copy())
     state.write(tmp_path / "shown")
     assert (tmp_path / "shown").read_bytes() == keys.tobytes() + values.tobytes()
     assert state.multiply_keys(0.5, 2) == 5
-    again = State(state.bytes)
+    reread = State(state.bytes)
     keys[2:, [1, 35]] = 0x38  # 0.5
-    np.testing.assert_array_equal(again.parts[0], keys)
-    with pytest.raises(RuntimeError, match=r"bytes, .* were read"):
-        State(np.frombuffer(given + b"more", np.uint8).copy())
+    np.testing.assert_array_equal(reread.parts[0], keys)
+    with pytest.raises(RuntimeError, match=r"bytes, but only .* were read"):
+        State(np.frombuffer(content + b"more", np.uint8).copy())

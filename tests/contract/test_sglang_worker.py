@@ -12,7 +12,7 @@ from helpers.policies.shipped import SHIPPED
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
-from stages.engines.sglang.backend import READ_RELEASE, SglangBackend, cache_dtype, server_args
+from stages.engines.sglang.backend import CHECKED_RELEASE, SglangBackend, cache_dtype, server_args
 from stages.engines.sglang.engine import EVALUATION
 
 FACTS = json.loads((Path(__file__).parent / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
@@ -22,7 +22,7 @@ TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
     work = tmp_path_factory.mktemp("sglang")
-    python = make_interpreter(work / "bin", READ_RELEASE)
+    python = make_interpreter(work / "bin", CHECKED_RELEASE)
     return make_bundle("sglang", tiny_checkpoint, work / "bundle", "fp8_uncalibrated", python)
 
 
@@ -45,20 +45,20 @@ def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -
     ("mode", "error", "expected"),
     [
         ("skips a step", RuntimeError, r"SGLang: run: RuntimeError: (step 2|.* forced)"),
-        ("other cache", UserError, "SGLang made auto of a cache of type fp8_e4m3"),
+        ("other cache", UserError, "SGLang uses a cache of type auto instead of fp8_e4m3"),
         (
             "misses a field",
             UserError,
             r"SGLang 0\.5\.23 refuses these server arguments: TypeError: Unexpected keyword argument 'mem_fraction_static'",
         ),
-        ("other chunks", UserError, r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 rewrites it: .* as 2048 and is 64; ask"),
+        ("other chunks", UserError, r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 changes it: .*=2048 becomes 64; set"),
     ],
 )
 def test_a_release_that_does_not_keep_what_was_asked_is_noticed(
     mode: str, error: type[Exception], expected: str, bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Judge a sound bundle with a wrong release, or build with a release that lacks or changes an argument."""
-    python = make_interpreter(tmp_path / "bin", READ_RELEASE, mode=mode)
+    python = make_interpreter(tmp_path / "bin", CHECKED_RELEASE, mode=mode)
     if mode in ("skips a step", "other cache"):
         action = partial(open_engine(bundle, python).forced, TOKENS, 4)
     else:
@@ -68,18 +68,18 @@ def test_a_release_that_does_not_keep_what_was_asked_is_noticed(
 
 
 def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    without = config_of("sglang", make_interpreter(tmp_path / "cpu", READ_RELEASE, gpus=()))
+    without = config_of("sglang", make_interpreter(tmp_path / "cpu", CHECKED_RELEASE, gpus=()))
     job = Job(SHIPPED["fp8_uncalibrated"], "none", inspect_checkpoint(tiny_checkpoint), judges=True)
     with pytest.raises(MissingRequirement, match="SGLang finds no GPU there"):
         SglangBackend(without).check_inputs(job)
     assert make_bundle("sglang", tiny_checkpoint, tmp_path / "bundle", "fp8_uncalibrated", str(without.python)).is_dir()
-    SglangBackend(config_of("sglang", make_interpreter(tmp_path / "gpu", READ_RELEASE))).check_inputs(job)
+    SglangBackend(config_of("sglang", make_interpreter(tmp_path / "gpu", CHECKED_RELEASE))).check_inputs(job)
 
 
 @pytest.mark.parametrize(
     ("kv", "expected"),
     [
-        ("fp8", r"fp8_e4m3 per_tensor is not supported by this engine, or needs scales, which are not passed to it"),
+        ("fp8", r"fp8_e4m3 per_tensor is not supported by this engine, or needs scales, which it does not receive"),
         ("int4", "int4 per_token is not supported by this engine"),
         ("fp8k_int4v", ".*: its cache has one type for all keys and values"),
     ],

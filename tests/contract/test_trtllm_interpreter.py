@@ -20,7 +20,7 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL, Worker, inspect_interpreter
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.backend import PROGRAM, refuse, refuse_fp8, refuse_unread, require_target
+from stages.engines.trtllm.backend import PROGRAM, refuse_fp8, require_target, target_refusal, unread_key_refusal
 from stages.engines.trtllm.config import TargetName, TrtllmConfig
 
 
@@ -37,15 +37,19 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
 
 def test_unsupported_releases_are_refused_with_the_needed_one(tmp_path: Path) -> None:
     for release in ("1.2.0", "1.3.0rc20", "1.3.0rc21"):
-        here = inspect_interpreter(PROGRAM, make_interpreter(tmp_path / release, release=release))
-        assert here.release == release
-        assert [(device.name, device.compute_cap, device.driver) for device in here.devices] == [("Fake H0", "9.0", "580.95")]
-        require_target("pytorch", here)
+        interpreter = inspect_interpreter(PROGRAM, make_interpreter(tmp_path / release, release=release))
+        assert interpreter.release == release
+        assert [(device.name, device.compute_cap, device.driver) for device in interpreter.devices] == [
+            ("Fake H0", "9.0", "580.95")
+        ]
+        require_target("pytorch", interpreter)
         if release != "1.3.0rc21":
-            require_target("engine", here)
-    said = f"backend.python={here.python}: has TensorRT-LLM 1.3.0rc21, backend.target=engine needs 1.2 (1.2.1 is the last"
-    with refused(MissingRequirement, said, "set backend.target=pytorch"):
-        require_target("engine", here)
+            require_target("engine", interpreter)
+    message = (
+        f"backend.python={interpreter.python}: has TensorRT-LLM 1.3.0rc21, backend.target=engine needs 1.2 (1.2.1 is the last"
+    )
+    with refused(MissingRequirement, message, "set backend.target=pytorch"):
+        require_target("engine", interpreter)
     python = make_interpreter(tmp_path / "old", release="1.1.0")
     with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
         inspect_interpreter(PROGRAM, python)
@@ -58,8 +62,8 @@ def test_must_fail_control_finds_each_releases_attention(tmp_path: Path, place: 
     module.write_text("class TrtllmAttention: pass\n")
     path = os.pathsep.join(map(str, (tmp_path, PROGRAM.script.parent, CHANNEL)))
     command = [sys.executable, "-c", "import kvgate_worker; print(kvgate_worker._attention_module().__file__)"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, env={"PYTHONPATH": path})
-    assert found.stdout.strip() == str(module)
+    completed = subprocess.run(command, check=True, capture_output=True, text=True, env={"PYTHONPATH": path})
+    assert completed.stdout.strip() == str(module)
 
 
 def test_refused_policies_name_the_supported_ones(tiny_checkpoint: Path) -> None:
@@ -68,7 +72,7 @@ def test_refused_policies_name_the_supported_ones(tiny_checkpoint: Path) -> None
     for path in (Path(__file__).parents[2] / "conf" / "kv").glob("*.yaml"):
         policy = SHIPPED[path.stem]
         for target, names in held.items():
-            refusal = refuse(target, policy, "none", info, 1)
+            refusal = target_refusal(target, policy, "none", info, 1)
             if refusal is None:
                 names.add(path.stem)
             else:
@@ -86,43 +90,45 @@ def test_refused_policies_name_the_supported_ones(tiny_checkpoint: Path) -> None
 def test_what_a_target_does_not_support_is_refused_by_its_key(tiny_checkpoint: Path) -> None:
     info, shipped = inspect_checkpoint(tiny_checkpoint), conf("backend", "trtllm")
     for target, weights, ranks, expected in (
-        ("pytorch", "int8_sq", 1, "weights=int8_sq: backend.target=pytorch takes none, fp8, int4_awq"),
+        ("pytorch", "int8_sq", 1, "weights=int8_sq: backend.target=pytorch supports none, fp8, int4_awq"),
         ("engine", "int4_awq", 2, "backend.tensor_parallel_size=2: weights=int4_awq are not split"),
         ("engine", "none", 4, "backend.tensor_parallel_size=4: does not divide the model's 2 KV heads"),
     ):
-        assert str(refuse(target, SHIPPED["fp8"], weights, info, ranks)).startswith(expected)  # type: ignore[arg-type]
+        assert str(target_refusal(target, SHIPPED["fp8"], weights, info, ranks)).startswith(expected)  # type: ignore[arg-type]
     unread = TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], "enable_block_reuse": False}})
-    assert refuse_unread("engine", TrtllmConfig.model_validate(shipped)) is refuse_unread("pytorch", unread) is None
-    assert str(refuse_unread("engine", unread)).startswith("backend.serving.enable_block_reuse=false: only backend.target=pyt")
+    assert unread_key_refusal("engine", TrtllmConfig.model_validate(shipped)) is unread_key_refusal("pytorch", unread) is None
+    assert str(unread_key_refusal("engine", unread)).startswith(
+        "backend.serving.enable_block_reuse=false: backend.target=engine ignores it"
+    )
 
 
 @pytest.mark.parametrize(
     ("mode", "release", "expected"),
     [
-        ("no memory while building", "1.2.1", r"trtllm-build ended with 1; it last said: \[TRT\] \[E\] OutOfMemory"),
+        ("no memory while building", "1.2.1", r"trtllm-build ended with 1; its last output: \[TRT\] \[E\] OutOfMemory"),
         ("crash while building", "1.2.1", r"TensorRT-LLM 1\.2\.1: RuntimeError: trtllm-build ended with -11"),
-        ("cache left out", "1.2.1", "kv_cache_quant_algo was asked as FP8 and is None"),
-        ("rewritten arguments", "1.3.0", r"kv_cache_config\.dtype was asked as fp8 and is auto"),
+        ("cache left out", "1.2.1", "kv_cache_quant_algo=FP8 became None"),
+        ("rewritten arguments", "1.3.0", r"kv_cache_config\.dtype=fp8 became auto"),
         ("no block reuse", "1.3.0", r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: kv_cache"),
     ],
 )
 def test_a_failed_or_wrong_build_is_reported_with_its_reason(
     quantized: Path, tmp_path: Path, mode: str, release: str, expected: str
 ) -> None:
-    given = {"mode": mode} if release == "1.2.1" else {"mode": mode, "release": release}
+    interpreter_options = {"mode": mode} if release == "1.2.1" else {"mode": mode, "release": release}
     with pytest.raises(UserError, match=expected):
-        build(quantized, tmp_path, given)
+        build(quantized, tmp_path, interpreter_options)
 
 
 def test_a_rewritten_setting_is_an_error_unless_allowed(
     quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = settings.engine_settings
-    kept = {"plugin_config.use_paged_context_fmha": True}
-    monkeypatch.setattr(settings, "engine_settings", lambda *given: asked(*given) | kept)
+    original = settings.engine_settings
+    extra = {"plugin_config.use_paged_context_fmha": True}
+    monkeypatch.setattr(settings, "engine_settings", lambda *arguments: original(*arguments) | extra)
     with pytest.raises(UserError) as raised:
         build(quantized, tmp_path)
-    assert "use_paged_context_fmha was asked as True and is False" in str(raised.value)
+    assert "use_paged_context_fmha=True became False" in str(raised.value)
     assert "backend.allow_rewrites=[use_paged_context_fmha]" in str(raised.value)
     bundle = build(quantized, tmp_path / "again", allow_rewrites=["use_paged_context_fmha"])
     assert (
@@ -137,8 +143,8 @@ def test_switches_that_change_logits_are_off(quantized: Path, tmp_path: Path, mo
     served = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
     judged = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["evaluated_with"]
     for arguments in (served, judged):
-        given = {**arguments, **arguments["kv_cache_config"]}
-        assert {given.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
+        flags = {**arguments, **arguments["kv_cache_config"]}
+        assert {flags.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
 
 
 def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
@@ -153,11 +159,11 @@ def test_quantized_weights_are_served_as_exported_or_refused(quantized: Path, tm
     bundle = build(exports, tmp_path / "sound", {"release": "1.3.0"})
     for name in ("config.json", "hf_quant_config.json"):
         assert (bundle / "checkpoint" / name).read_bytes() == (exports / "unified_hf" / name).read_bytes()
-    other = "backend.allow_rewrites=[]: TensorRT-LLM built something else: kv_cache_quant_algo was asked as FP8 and is NVFP4"
+    other = "backend.allow_rewrites=[]: TensorRT-LLM changed settings: kv_cache_quant_algo=FP8 became NVFP4"
     unknown = "kv=fp8: TensorRT-LLM 1.3.0 refuses the checkpoint: ValueError: 'FP7' is no algorithm; choose other"
-    for algorithm, cache, said in (("FP8", "NVFP4", other), ("FP7", "FP8", unknown)):
+    for algorithm, cache, message in (("FP8", "NVFP4", other), ("FP7", "FP8", unknown)):
         wrong = declaring(quantized, tmp_path / cache / "exports", quant_algo=algorithm, kv_cache_quant_algo=cache)
-        with refused(UserError, said):
+        with refused(UserError, message):
             build(wrong, tmp_path / cache, {"release": "1.3.0"})
 
 
@@ -165,8 +171,8 @@ def test_fp8_is_refused_on_gpus_that_do_not_compute_in_it(tmp_path: Path) -> Non
     old, new = (inspect_interpreter(PROGRAM, make_interpreter(tmp_path / gpu, gpus=(gpu,))) for gpu in ("8.6", "8.9"))
     refuse_fp8(SHIPPED["fp8"], "fp8", new, 1)
     refuse_fp8(SHIPPED["int8_tensor"], "none", old, 1)
-    said = "kv=fp8: TensorRT-LLM has FP8 caches from SM 8.9 on, this is Fake H0, SM 8.6; choose kv=int8_tensor"
-    with refused(UserError, said):
+    message = "kv=fp8: TensorRT-LLM has FP8 caches from SM 8.9 on, but this is Fake H0, SM 8.6; choose kv=int8_tensor"
+    with refused(UserError, message):
         refuse_fp8(SHIPPED["fp8"], "none", old, 1)
     with refused(UserError, "weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on"):
         refuse_fp8(SHIPPED["fp16"], "fp8", old, 1)
@@ -178,15 +184,17 @@ def test_a_worker_gets_only_the_folder_of_its_library(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'other'}:{tmp_path / 'library'}")
     for name in ("SLURM_PROCID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.setenv(name, "3")
-    seen = tmp_path / "seen"
-    python = script(tmp_path / "python", f"env > {seen}; exec cat > /dev/null")
+    recorded = tmp_path / "seen"
+    python = script(tmp_path / "python", f"env > {recorded}; exec cat > /dev/null")
     with Worker(PROGRAM, python) as worker:
         worker._process.stdin.close()  # type: ignore[union-attr]
         worker._process.wait(30)
-    given = dict(line.partition("=")[::2] for line in seen.read_text(encoding="utf-8").splitlines())
-    assert given["PYTHONPATH"].split(":") == [str(PROGRAM.script.parent), str(CHANNEL), str(tmp_path / "library")]
-    assert not [name for name in given if name.startswith(("SLURM_", "PMIX_", "OMPI_"))]
-    assert given["TRTLLM_NO_USAGE_STATS"] == given["HF_HUB_OFFLINE"] == "1", "nothing is sent, and no hub is contacted"
+    environment = dict(line.partition("=")[::2] for line in recorded.read_text(encoding="utf-8").splitlines())
+    assert environment["PYTHONPATH"].split(":") == [str(PROGRAM.script.parent), str(CHANNEL), str(tmp_path / "library")]
+    assert not [name for name in environment if name.startswith(("SLURM_", "PMIX_", "OMPI_"))]
+    assert environment["TRTLLM_NO_USAGE_STATS"] == environment["HF_HUB_OFFLINE"] == "1", (
+        "nothing is sent, and no hub is contacted"
+    )
 
 
 @pytest.mark.parametrize("mode", ["chunks by default", "chunks"])

@@ -38,8 +38,8 @@ def bundle(quantized: Path) -> Path:
 @pytest.mark.parametrize(
     ("says", "expected"),
     [
-        *((says, "no answer to describe but b'") for says in ("Welcome to the login node!", "[]", '{"error": 1}')),
-        ('{"ok": {"release": "1.2.1"}}', r"does not speak the protocol of this kvgate, answered describe with b'\{"),
+        *((says, "answered describe with b'") for says in ("Welcome to the login node!", "[]", '{"error": 1}')),
+        ('{"ok": {"release": "1.2.1"}}', r"its worker does not match this kvgate: it answered describe with b'\{"),
     ],
 )
 def test_an_invalid_answer_is_reported_with_its_cause(tmp_path: Path, says: str, expected: str) -> None:

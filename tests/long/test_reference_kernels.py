@@ -139,22 +139,22 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
     cache = engine.cache
     handles = [cache.start()]
     cache.reserve(handles, 64)
-    cache.widen(handles)
+    cache.widen_page_table(handles)
     before = engine._pass(1)
-    cache.widen(handles)
+    cache.widen_page_table(handles)
     assert engine._pass(1) is before
     for move in (
         lambda: cache.reserve(handles, 64 * (cache.columns + 1)),  # more pages
-        lambda: cache.widen(handles),  # more columns
+        lambda: cache.widen_page_table(handles),  # more columns
         cache.start,  # more exact buffers
         lambda: engine.corrupt_key_scale(2.0),  # other scales to read with
     ):
         captured = engine._pass(1)
         move()
         assert engine._pass(1) is not captured
-    read = [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
-    cache.widen(handles)
-    assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.to_read(0).values()]
+    read = [tensor.data_ptr() for group in cache.groups for tensor in group.attention_tensors(0).values()]
+    cache.widen_page_table(handles)
+    assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.attention_tensors(0).values()]
 
 
 def little_memory(tensors: int) -> Any:
@@ -184,8 +184,8 @@ def test_a_cache_that_cannot_grow_is_unchanged_and_says_so(
 
     before = state()
     for grow, message in (
-        (lambda: cache.reserve(handles, 500), "9 pages of 64 tokens are needed, while the present 1 are copied"),
-        (cache.start, "2 exact buffers, one a sequence, are needed, while the present 1 are copied"),
+        (lambda: cache.reserve(handles, 500), "9 pages of 64 tokens are needed, in addition to the present 1"),
+        (cache.start, "2 exact buffers (one per sequence) are needed, in addition to the present 1"),
     ):
         for room in range(2):
             with monkeypatch.context() as patch:

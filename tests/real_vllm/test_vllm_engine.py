@@ -65,7 +65,7 @@ def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
     assert described.release.startswith("0.32.")
     assert {"auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "nvfp4"} <= set(described.cache_dtypes)
     assert "fp8_per_token_head" in described.refused
-    assert "vLLM's attention on a CPU holds" in described.refused["nvfp4"]
+    assert "vLLM's attention on a CPU supports" in described.refused["nvfp4"]
 
 
 def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python: str) -> None:
@@ -157,7 +157,7 @@ def test_modelopt_scales_are_read_and_rounded_to_16_bits(
     bundle = altered(bundles["fp8"], tmp_path / "bundle", modelopt)
     found, engine = audit(bundle / CHECKPOINT), open_engine(bundle, vllm_python)
     if algorithm is None:
-        assert found.problems == ["quant_algo is missing, without which it refuses the checkpoint"]
+        assert found.problems == ["quant_algo is missing, so vLLM refuses the checkpoint"]
         with pytest.raises(UserError, match="Missing 'quant_algo' in quantization config"):
             engine.delivery()
         return

@@ -25,7 +25,7 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.core.errors import UserError
 from stages.engines.interpreter.process import Worker, WorkerError, inspect_interpreter
 from stages.engines.interpreter.protocol import Resolved
-from stages.engines.sglang.backend import PROGRAM, READ_RELEASE, cache_dtype, server_args
+from stages.engines.sglang.backend import CHECKED_RELEASE, PROGRAM, cache_dtype, server_args
 from stages.engines.sglang.engine import EVALUATION
 
 ON_A_CPU: dict[str, Any] = {
@@ -76,7 +76,7 @@ def texts(tiny_checkpoint: Path) -> list[list[int]]:
 
 
 def test_the_release_is_the_one_that_the_worker_was_read_against(python: str) -> None:
-    assert inspect_interpreter(PROGRAM, python).release == READ_RELEASE
+    assert inspect_interpreter(PROGRAM, python).release == CHECKED_RELEASE
 
 
 def test_the_servers_own_command_line_reads_the_judged_arguments(bundle_of: Callable[[str], Path], python: str) -> None:

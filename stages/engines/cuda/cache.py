@@ -1,4 +1,4 @@
-"""The quantized cache on a GPU: pools of all layers, and one append per layout for all its layers.
+"""The quantized cache on a GPU: the pools of all layers, and one append launch per layout.
 
 Shapes: l layers of one layout, L layers, N pages, M exact buffers, E exact tokens, H KV heads, D head_dim, W elements of a
 token, B rows of a step, P columns (pages) of the page table, T tokens in a sequence's cache.
@@ -41,23 +41,23 @@ class LayerGroup:
     scales: dict[str, Tensor]
     """Static scales `key_scale` and `value_scale`, (l, 1 or H)."""
     read: dict[str, Tensor] = field(default_factory=dict)
-    """Static key scale for reading that the must-fail control corrupted; tokens are still stored with `scales`."""
+    """Key scale that attention reads after the must-fail control corrupted it; tokens are still stored with `scales`."""
     fault: Tensor | None = None
     """Factor () of the must-fail control on the keys' stored scales, or on unscaled keys."""
 
     @property
-    def faulted(self) -> str:
+    def faulted_array(self) -> str:
         """Name of the paged array that `fault` multiplies."""
         return "key_scale_pool" if self.layout.key.dynamic else "key_pool"
 
-    def to_read(self, i: int) -> dict[str, Tensor]:
-        """Return the tensors of the i-th layer that attention reads. Their addresses are constant until `moves` changes."""
+    def attention_tensors(self, i: int) -> dict[str, Tensor]:
+        """Return the tensors that attention reads in the i-th layer. Their addresses are constant until `moves` changes."""
         return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read).items()}
 
     def apply_fault(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
         """Multiply the scales or numbers at `slots` of `pages` by the group's fault, if `stored` is true."""
         assert self.fault is not None
-        array = self.paged[self.faulted]
+        array = self.paged[self.faulted_array]
         # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
         array[:, pages, :, slots] = saturated_product(array[:, pages, :, slots], torch.where(stored, self.fault, 1.0))
 
@@ -73,7 +73,7 @@ class KernelCache(SequencePages):
         super().__init__()
         self.device = device
         self.moves = 0
-        """Number of events that invalidated captured graphs: tensors moved, or page tables were widened."""
+        """Number of changes that invalidated captured graphs: tensors were reallocated, or page tables were widened."""
         self.columns = FIRST_COLUMNS
         """Columns (pages) of a step's page table."""
         self.groups: list[LayerGroup] = []
@@ -94,7 +94,7 @@ class KernelCache(SequencePages):
         self._enlarge(self.pages, 0)
         self._enlarge(self.buffers, 0)
 
-    def widen(self, handles: Sequence[int]) -> None:
+    def widen_page_table(self, handles: Sequence[int]) -> None:
         """Widen the page table, if necessary, to fit the pages of the longest sequence."""
         needed = max(len(self.sequences[handle].pages) for handle in handles)
         if needed > self.columns:
@@ -102,7 +102,7 @@ class KernelCache(SequencePages):
             self.moves += 1
 
     def append(self, keys: Tensor, values: Tensor, page_table: Tensor, positions: Tensor, exact_slots: Tensor) -> None:
-        """Store one token of every row with a position, without waiting for the device.
+        """Store one token for each row that has a position, without waiting for the device.
 
         Keys and values are (L, B, H, D), with layers in the order of the groups. Rows that are not stored have position -1. If
         any row is stored, the first row is stored.
@@ -132,7 +132,7 @@ class KernelCache(SequencePages):
         """Return a sequence's stored codes of a layer, with the static scales that attention uses."""
         sequence = self.sequences[handle]
         group, i = self.places[layer]
-        tensors, pages = group.to_read(i), torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
+        tensors, pages = group.attention_tensors(i), torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
 
         def held(name: str, kind: type[np.generic]) -> npt.NDArray[Any] | None:
             if name not in group.paged:
@@ -155,7 +155,7 @@ class KernelCache(SequencePages):
                 group.read["key_scale"] = group.read.get("key_scale", group.scales["key_scale"]) * factor
             else:
                 group.fault = torch.tensor(factor, device=self.device) * (1.0 if group.fault is None else group.fault)
-                group.paged[group.faulted].copy_(saturated_product(group.paged[group.faulted], factor))
+                group.paged[group.faulted_array].copy_(saturated_product(group.paged[group.faulted_array], factor))
         self.moves += 1
 
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Tensor]:
@@ -172,7 +172,7 @@ class KernelCache(SequencePages):
         kind: Literal["paged", "exact"] = "paged" if allocator is self.pages else "exact"
         for capacity in sorted({max(needed, 2 * allocator.capacity), needed}, reverse=True):
             try:
-                larger = [self._larger(group, kind, capacity) for group in self.groups]
+                larger = [self._allocate_larger(group, kind, capacity) for group in self.groups]
             except torch.OutOfMemoryError:
                 continue  # the exception frees the new tensors before the next attempt
             for group, tensors in zip(self.groups, larger, strict=True):
@@ -180,14 +180,14 @@ class KernelCache(SequencePages):
             allocator.grow(capacity)
             self.moves += 1
             return
-        what = f"pages of {PAGE_TOKENS} tokens" if kind == "paged" else "exact buffers, one a sequence,"
+        unit = f"pages of {PAGE_TOKENS} tokens" if kind == "paged" else "exact buffers (one per sequence)"
         raise UserError(
-            f"backend.device={self.device.type}: its memory is too small: {needed} {what} are needed, "
-            f"while the present {allocator.capacity} are copied; run fewer or shorter sequences at once"
+            f"backend.device={self.device.type}: its memory is too small: {needed} {unit} are needed, "
+            f"in addition to the present {allocator.capacity} while they are copied; run fewer or shorter sequences at once"
         )
 
-    def _larger(self, group: LayerGroup, kind: Literal["paged", "exact"], capacity: int) -> dict[str, Tensor]:
-        """Return new tensors (l, *shape) of a group for `capacity` pages or buffers; the old contents are copied first."""
+    def _allocate_larger(self, group: LayerGroup, kind: Literal["paged", "exact"], capacity: int) -> dict[str, Tensor]:
+        """Return larger tensors (l, *shape) of a group for `capacity` pages or buffers, with the old contents copied."""
         old = group.paged if kind == "paged" else group.exact
         specs = group.layout.pools(capacity) if kind == "paged" else group.layout.exact_buffers(capacity)
         new = {}

@@ -42,8 +42,8 @@ def load_engine(
 class KernelEngine(Engine):
     """An engine over the attention kernels.
 
-    It deliberately has no `forced` method: forced decoding of a whole sequence at once would bypass the judged kernels, and
-    forced decoding step by step runs through them.
+    It deliberately has no `forced` method: forced decoding of a whole sequence in one pass would bypass the judged kernels;
+    step by step it runs through them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class KernelEngine(Engine):
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
         """Run one pass: the next chunk of every joining prompt, and one token of every other sequence.
 
-        So no sequence waits until a long prompt is prefilled. If no prompt joins, run a decode step, which is captured.
+        So no sequence waits until a long prompt is prefilled. If no prompt joins, run a decode step as a CUDA graph.
         """
         running = [request.sequence for request in live if request.stored >= request.prompt_tokens]
         if len(running) == len(live):
@@ -113,7 +113,7 @@ class KernelEngine(Engine):
     @torch.inference_mode()
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         self.cache.reserve(sequences, 1)
-        self.cache.widen(sequences)
+        self.cache.widen_page_table(sequences)
         step = self._pass(1 << (len(sequences) - 1).bit_length())
         step.put(sequences, tokens)
         step.run()
@@ -153,9 +153,9 @@ class KernelEngine(Engine):
 def plan_pass(lengths: Sequence[int], chunk: int, max_tokens: int) -> list[tuple[int, int]]:
     """Return (index of the sequence, number of tokens to store) for every sequence that takes part in a pass.
 
-    A prompt is cut into the same chunks as if it were alone, because its tokens attend to earlier chunks through the quantized
-    cache. Other sequences therefore change only the order of sums in its logits. Sequences with one token left come first,
-    because every decode step waits for them.
+    A prompt is always cut into the same chunks, because its tokens attend to earlier chunks through the quantized
+    cache. Other sequences therefore affect only the order of sums in its logits. Sequences with one remaining token come first,
+    because they decode, and must not wait.
     """
     planned: list[tuple[int, int]] = []
     tokens = 0

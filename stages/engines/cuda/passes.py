@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int64]
 ATTENTION = "kvgate_kernels"
 
 WARM_UP = 2
-"""Number of runs before a capture. They compile kernels and initialize libraries, which must not happen during the capture."""
+"""Number of runs before a capture, which compile kernels and initialize libraries: a capture must not include this."""
 
 
 class DecodePass:
@@ -90,7 +90,7 @@ class DecodePass:
         self.inputs.upload()
 
     def run(self) -> None:
-        """Compute the step that `put` described. Stores all its tokens, or none if a key or value is not finite."""
+        """Compute the step that `put` set up. Stores all its tokens, or none if a key or value is not finite."""
         if self._graph is None:
             self._forward()
         else:
@@ -113,7 +113,7 @@ class DecodePass:
             query[:, :, 0],
             self.keys[row],
             self.values[row],
-            group.to_read(i),
+            group.attention_tensors(i),
             page_table=self.page_table,
             lengths=self._lengths,
             plan=self._plan(group.layout, query[:, :, 0], scaling),
@@ -122,7 +122,7 @@ class DecodePass:
         ).unsqueeze(1)
 
     def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> launch.DecodePlan:
-        """Return the step's work list. Layers with equal numbers of programs share one: their exact tokens are the policy's."""
+        """Return the step's work list. Layers with the same number of programs share it."""
         programs = launch.default_programs(layout, query, self.page_table, scaling)
         if programs not in self._plans:
             self._plans[programs] = launch.plan_decode(layout, self._lengths, programs=programs)
@@ -135,8 +135,8 @@ class DecodePass:
         ids = self.inputs.tensors["ids"][:, None]
         hidden = hidden_states(self.model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
         self._logits = head(self.model, hidden[:, -1:])[:, 0].float()
-        self._finite = fits(self.keys, self.values)
-        # A step stores all its tokens or none: a refused token would overwrite a recent token that is still needed.
+        self._finite = finite_as_float16(self.keys, self.values)
+        # A step stores all its tokens or none, because a refused token would overwrite a recent token that is still needed.
         stored = (self._finite | (positions < 0)).all()
         self.cache.append(self.keys, self.values, self.page_table, torch.where(stored, positions, -1), self.exact_slots)
 
@@ -195,7 +195,7 @@ class PrefillPass:
         positions = tensors["positions"]
         hidden = hidden_states(self.model, ATTENTION, tensors["ids"][None], positions[None].long(), step=self)
         logits = head(self.model, hidden[:, tensors["last"]])[0].float()
-        finite = fits(self.keys, self.values)
+        finite = finite_as_float16(self.keys, self.values)
         stored = torch.where(finite.all(), positions, -1)
         self.cache.append(self.keys, self.values, tensors["pages"], stored, tensors["row_slots"])
         rows, flags = StepResults(logits, finite).read()
@@ -217,7 +217,7 @@ class PrefillPass:
             query[0].transpose(0, 1),
             self.keys[row],
             self.values[row],
-            group.to_read(i),
+            group.attention_tensors(i),
             page_table=tensors["page_table"],
             lengths=tensors["lengths"],
             query_starts=tensors["starts"] if len(self.chunks) > 1 else None,
@@ -263,8 +263,8 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def fits(keys: Tensor, values: Tensor) -> Tensor:
-    """Return whether a row's keys, and its values, are finite as float16: keys and values (L, n, H, D) -> (L, 2, n)."""
+def finite_as_float16(keys: Tensor, values: Tensor) -> Tensor:
+    """Return whether each row's keys and values (L, n, H, D) are finite as float16: (L, 2, n)."""
     return torch.stack([torch.isfinite(x.half()).flatten(2).all(-1) for x in (keys, values)], 1)
 
 

@@ -1,1 +1,1 @@
-"""Engines whose library runs in another Python interpreter: a worker process that answers requests, and its client."""
+"""Engines whose library runs in another Python interpreter: the worker process, and its client."""

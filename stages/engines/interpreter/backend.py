@@ -49,10 +49,10 @@ class InterpreterBackend(Backend[C], Generic[C]):
 
     def _check_checkpoint(self, job: Job, instead: str = "") -> None:
         """Raise UserError if the library cannot serve the unmodified checkpoint; `instead` is appended to the hint."""
-        refuse_other_attention(job.checkpoint, f"backend={self.config.name} was not shown to keep to that")
+        refuse_other_attention(job.checkpoint, f"backend={self.config.name} was not tested with this")
         if job.weights != "none":
             raise UserError(
-                f"weights={job.weights}: backend={self.config.name} is given 16-bit weights; set weights=none{instead}"
+                f"weights={job.weights}: backend={self.config.name} loads 16-bit weights; set weights=none{instead}"
             )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
@@ -91,12 +91,12 @@ class InterpreterBackend(Backend[C], Generic[C]):
         progress("build", 1, 1)
 
     def warnings(self, info: CheckpointInfo) -> list[str]:  # noqa: ARG002
-        """Return warnings about a build from the checkpoint, for the log."""
-        return [] if self.interpreter.unread is None else [self.interpreter.unread]
+        """Return warnings about a build, for the log."""
+        return [] if self.interpreter.release_warning is None else [self.interpreter.release_warning]
 
     @abstractmethod
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
-        """Write the files that the library serves to `out`, and return the fields of `record` that depend on the library.
+        """Write the files that the library serves to `out`, and return the library's fields of `record`.
 
         Raises UserError if the library refuses the model or an argument.
         """

@@ -1,4 +1,4 @@
-"""The bundle of a library that runs in another interpreter: a checkpoint and the arguments that serve it."""
+"""The bundle of a library in another interpreter: a checkpoint, and the arguments to serve it."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ class ServedBundle(ModelRecord):
 
 
 def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> str:
-    """Return the message of a policy that a library's cache cannot store, with alternatives."""
+    """Return the error message for a policy that a library's cache cannot store, with alternatives."""
     alternative = supporting_backend(policy)
     return f"kv={policy.name}: backend={backend} cannot hold it ({reason}); choose {choices}, or {alternative}, which runs it"
 
@@ -68,6 +68,6 @@ def resolve(interpreter: Interpreter, checkpoint: Path, field: str, arguments: M
     # `auto` lets the library choose.
     changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
     if changed:
-        changes = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
-        raise UserError(f"backend.{changed[0]}: {title} rewrites it: {changes}; ask for the rewritten value")
+        changes = "; ".join(f"{name}={arguments[name]} becomes {resolved[name]}" for name in changed)
+        raise UserError(f"backend.{changed[0]}: {title} changes it: {changes}; set the changed value")
     return resolved

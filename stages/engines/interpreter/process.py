@@ -1,4 +1,4 @@
-"""A worker: a subprocess in another interpreter that answers one request at a time and is killed if it does not answer."""
+"""A worker: a subprocess in another interpreter. It answers one request at a time, and is killed if it does not answer."""
 
 import contextlib
 import json
@@ -27,20 +27,20 @@ from stages.engines.interpreter.worker import kvgate_channel
 
 CHANNEL = Path(kvgate_channel.__file__).parent
 DESCRIBE_TIMEOUT_S = 300
-"""Time limit of `describe`: importing a library from a cold disk takes a minute."""
+"""Time limit of `describe` in seconds. Importing a library from a cold disk may take a minute."""
 TIMEOUT_S = 7200.0
-"""Time limit of a request in seconds: a build of an engine, or a large model read over a network, may take an hour."""
+"""Time limit of other requests in seconds. Building an engine, or reading a large model over a network, may take an hour."""
 
 EXIT_TIMEOUT_S = 30
-"""Seconds that a worker has to exit after its input was closed; freeing an engine takes a moment."""
+"""Seconds until a worker is killed after its input was closed."""
 ANSWER_BYTES = 16 << 20
 """Maximum bytes of an answer; logits are passed in files."""
 MAX_ERROR_CHARACTERS = 300
 """Maximum characters of a library's error that a message quotes."""
 LOG_TAIL_BYTES = 8 << 10
-"""Bytes at the end of the log that are searched for the last line: a build may print hundreds of megabytes."""
+"""Bytes at the end of the log that are searched for the last line, because a build may print hundreds of megabytes."""
 RAISED = re.compile(r"[\w.]+(Error|Exception): .")
-"""The last line of a traceback. The parent of the process that raised may print more lines below."""
+"""Matches the last line of a traceback. Parent processes may print more lines after it."""
 
 A = TypeVar("A", bound=BaseModel)
 
@@ -58,16 +58,16 @@ class Program:
     hint: str
     """How to install the library."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that are added for the worker, for example to forbid access to a hub."""
-    read: tuple[str, ...] = ()
-    """Releases, or prefixes of releases, whose sources the worker was checked against. Any other release causes a warning."""
-    oldest: tuple[int, int] = (0, 0)
-    """The oldest release that has every name the worker uses."""
+    """Environment variables to add for the worker, for example to forbid access to a hub."""
+    checked_releases: tuple[str, ...] = ()
+    """Releases, or their prefixes, whose sources the worker was checked against. Any other release causes a warning."""
+    oldest_release: tuple[int, int] = (0, 0)
+    """Oldest supported release."""
     description: type[Description] = Description
     """Record type of the worker's answer to `describe`."""
     package: str | None = None
     """Import name of the library. Folders of PYTHONPATH that contain the package are passed to the worker."""
-    hidden: tuple[str, ...] = ()
+    hidden_variables: tuple[str, ...] = ()
     """Prefixes of environment variables that the worker does not inherit."""
 
 
@@ -86,7 +86,7 @@ class Interpreter:
 
     @property
     def devices(self) -> list[Device]:
-        """GPUs that CUDA shows the interpreter; empty on a CPU."""
+        """GPUs that the interpreter sees; empty on a CPU."""
         return list(self.description.devices)
 
     @property
@@ -99,12 +99,13 @@ class Interpreter:
         return any(f"{self.release}.".startswith(f"{release}.") for release in releases)
 
     @property
-    def unread(self) -> str | None:
+    def release_warning(self) -> str | None:
         """Warning for a release that the worker was not checked against; None for a checked release."""
-        if self.is_among(self.program.read):
+        if self.is_among(self.program.checked_releases):
             return None
+        checked = ", ".join(self.program.checked_releases)
         return (
-            f"warning: {self.program.library} {self.release} was not checked (checked: {', '.join(self.program.read)}): "
+            f"warning: {self.program.library} {self.release} was not checked (checked: {checked}): "
             "argument names, the cache's layout and the logits-processor interface may differ; arguments and each row of "
             "logits are checked all the same"
         )
@@ -113,7 +114,7 @@ class Interpreter:
         """Raise MissingRequirement if the arguments of a bundle are pinned for another release."""
         if built_for.version != self.release:
             raise MissingRequirement(
-                f"{bundle}: its arguments are pinned for {self.program.library} {built_for.version}, {self.python} has "
+                f"{bundle}: its arguments are pinned for {self.program.library} {built_for.version}, but {self.python} has "
                 f"{self.release}: build it again with stage=build, or give that release's python as backend.python"
             )
 
@@ -122,7 +123,7 @@ class Interpreter:
 def inspect_interpreter(program: Program, python: str | None) -> Interpreter:
     """Return the interpreter of `backend.python` with its description; cached for the life of this process.
 
-    Raises MissingRequirement if the library is missing or its release is older than `program.oldest`.
+    Raises MissingRequirement if the library is missing or its release is older than `program.oldest_release`.
     """
     path = find_python(program, python)
     with Worker(program, path) as worker:
@@ -133,8 +134,8 @@ def inspect_interpreter(program: Program, python: str | None) -> Interpreter:
                 f"backend.python={python}: {program.library} cannot be used there ({error}); {program.hint}"
             ) from error
     interpreter = Interpreter(program, path, described)
-    if release_of(interpreter.release) < program.oldest:
-        oldest = ".".join(map(str, program.oldest))
+    if release_of(interpreter.release) < program.oldest_release:
+        oldest = ".".join(map(str, program.oldest_release))
         raise MissingRequirement(
             f"backend.python={python}: has {program.library} {interpreter.release}, backend={program.backend} needs {oldest} "
             f"or later; {program.hint}"
@@ -172,7 +173,7 @@ class Worker:
         self.folder = Path(self._scratch.name)
         """Directory for the worker's files, removed by `close`."""
         self._log = self.folder / "log"
-        hidden = ("PYTHONHOME", "VIRTUAL_ENV", *self.program.hidden)  # our libraries belong to another Python
+        hidden = ("PYTHONHOME", "VIRTUAL_ENV", *self.program.hidden_variables)  # they belong to this process's Python
         inherited = {name: value for name, value in child_environment().items() if not name.startswith(hidden)}
         folders = inherited.get("PYTHONPATH", "").split(os.pathsep) if self.program.package else []
         passed = [folder for folder in folders if folder and Path(folder, str(self.program.package)).is_dir()]
@@ -237,11 +238,11 @@ class Worker:
                     "out of memory? free some memory, or lower the size of the cache or of the batch"
                 ) from None
             raise self._lost(
-                f"backend.python={self._python}: {self.program.library} {ended} in {op}; give a Python that has it"
+                f"backend.python={self._python}: {self.program.library} {ended} in {op}; give a Python with the library"
             ) from None
         except TimeoutError:
             raise self._lost(
-                f"backend.python={self._python}: {self.program.library} did not answer {op} within {limit:g} s; look at what "
+                f"backend.python={self._python}: {self.program.library} did not answer {op} within {limit:g} s; find out what "
                 "it waits for, and run it again"
             ) from None
         except BaseException:
@@ -304,22 +305,22 @@ class Worker:
         if isinstance(response, dict) and isinstance(response.get("error"), str):
             raise WorkerError(short(" ".join(response["error"].split()), MAX_ERROR_CHARACTERS))
         if not isinstance(response, dict) or "ok" not in response:
-            raise self._lost(f"backend.python={self._python}: no answer to {op} but {line[:200]!r}")
+            raise self._lost(f"backend.python={self._python}: answered {op} with {line[:200]!r}, which is not JSON of a worker")
         try:
             return answer.model_validate(response["ok"])
         except ValidationError as error:
             raise self._lost(
-                f"backend.python={self._python}: does not speak the protocol of this kvgate, answered {op} with "
+                f"backend.python={self._python}: its worker does not match this kvgate: it answered {op} with "
                 f"{line[:200]!r} ({first_problem(error, 'ok')})"
             ) from None
 
     def _lost(self, text: str) -> UserError:
         self._kill()
         line = self.last_line()
-        return UserError(f"{text}{f'; it last said: {line}' if line else ''}")
+        return UserError(f"{text}{f'; its last output: {line}' if line else ''}")
 
     def _kill(self) -> None:
-        if self._ended:  # another process may have the process id by now
+        if self._ended:  # the process id may belong to another process by now
             return
         self._ended = True
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """An engine over a worker that serves whole requests instead of single steps.
 
-A request consists of a prompt, forced tokens, and freely generated tokens. Its logits come from decode steps, which read the
+A request consists of a prompt, forced tokens and freely generated tokens. Its logits come from decode steps, which read the
 cache. Forced decode of a whole sequence is one request. A decode step is a request that forces the tokens decoded before and
-then continues greedily for LOOKAHEAD tokens. While the caller feeds the greedy token, the logits of the next steps are
+then continues greedily for LOOKAHEAD tokens. If the caller feeds the greedy token, the logits of the next step are
 already known; any other token costs a new request. Nothing is approximated: each row comes from a request with exactly the
 sequence's history.
 """
@@ -61,7 +61,7 @@ class _Sequence:
     """Logits: row r follows `decoded` and `ahead[:r]`."""
 
     def has_logits_after(self, token: int) -> bool:
-        """Whether the logits after the token are known."""
+        """Return whether the logits after `token` are known."""
         return len(self.rows) > 1 and self.ahead[0] == token
 
 
@@ -81,11 +81,11 @@ class RequestEngine(Engine, Generic[B, C]):
 
     def __init__(self, bundle: Path, config: C) -> None:
         """Open a bundle; the worker starts with the first request."""
-        self._described, policy, self._scales = open_bundle(bundle, self.record, config.name)
+        self._record, policy, self._scales = open_bundle(bundle, self.record, config.name)
         self._interpreter = inspect_interpreter(self.program, config.python)
         self._check_machine(bundle)
-        super().__init__(policy, self._described.shape, self._described.vocab_size)
-        self.max_tokens, self.max_batch = self._described.max_tokens, self._described.max_batch
+        super().__init__(policy, self._record.shape, self._record.vocab_size)
+        self.max_tokens, self.max_batch = self._record.max_tokens, self._record.max_batch
         self._bundle, self._config = bundle.absolute(), config
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self._worker: Worker | None = None
@@ -94,11 +94,11 @@ class RequestEngine(Engine, Generic[B, C]):
 
     def _check_machine(self, bundle: Path) -> None:
         """Raise MissingRequirement if the bundle was built for another release or another kind of machine."""
-        self._interpreter.require_release(bundle, self._described.built_for)
+        self._interpreter.require_release(bundle, self._record.built_for)
 
     @abstractmethod
     def _open(self) -> Worker:
-        """Start a worker and load the model there, as `_load_model` does. Raises UserError if that fails."""
+        """Start a worker and load the model in it with `_load_model`. Raises UserError if that fails."""
 
     def _load_model(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
         """Start a worker that loads a model. If loading fails, stop the worker and raise UserError."""
@@ -124,7 +124,7 @@ class RequestEngine(Engine, Generic[B, C]):
         self.close()
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
-        """Raise UserError if `prompt` tokens and `tokens` further ones exceed the engine's maximum length."""
+        """Raise UserError if a prompt of `prompt` tokens and `tokens` more tokens exceed the engine's maximum length."""
         if prompt + tokens > self.max_tokens:
             limit = f"backend.{self._config.length_key}={self.max_tokens}"
             raise UserError(f"{limit}: a prompt of {prompt} tokens with {tokens} more does not fit; raise it")
@@ -148,9 +148,9 @@ class RequestEngine(Engine, Generic[B, C]):
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """Continue the prompts in groups: a group starts once the previous one has ended.
+        """Continue the prompts in groups; a group starts when the previous group has ended.
 
-        A prompt that joined a running group would need a call to the worker of its own.
+        A prompt that joined a running group would need its own call to the worker.
         """
         for begin in range(0, len(continuations), max_sequences):
             group = continuations[begin : begin + max_sequences]
@@ -166,7 +166,7 @@ class RequestEngine(Engine, Generic[B, C]):
         requests = []
         for state, decoded in fetched:
             room = self.max_tokens - len(state.prompt) - len(decoded)
-            ahead = max(1, min(LOOKAHEAD, room))  # if room is 0, _run refuses the request
+            ahead = max(1, min(LOOKAHEAD, room))  # if there is no room, _run refuses the request
             requests.append(WorkerRequest(state.prompt, decoded, len(decoded) + ahead, len(decoded)))
         answers = self._run(requests)  # before any state changes: a refused batch decodes nothing
         for state, token in zip(states, tokens, strict=True):
@@ -182,7 +182,7 @@ class RequestEngine(Engine, Generic[B, C]):
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         for tokens, first in requests:
             self._check_forced(tokens, first)
-        return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
+        return [rows for _, rows in self._run([forced_request(tokens, first) for tokens, first in requests])]
 
     def _release(self, sequence: int) -> None:
         """Forget a sequence. The library has already freed its blocks at the end of the request."""
@@ -193,7 +193,7 @@ class RequestEngine(Engine, Generic[B, C]):
         return self._memory_of([len(state.prompt) + len(state.decoded) for state in self._sequences.values()])
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Return the library's own times of `steps` decode steps. Times measured here would include the calls to the worker."""
+        """Return the times that the library measured for `steps` decode steps, without the calls to the worker."""
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
         loaded = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
@@ -223,7 +223,7 @@ class RequestEngine(Engine, Generic[B, C]):
             self.close()
 
     def _run(self, requests: Sequence[WorkerRequest]) -> list[tuple[Generation, Logits]]:
-        """Run requests; return each request's answer and the logits of its steps that are not skipped."""
+        """Run requests; return each request's answer, and the logits of its steps except the skipped ones."""
         with self._answers(requests) as answers:
             return [(answer, self._rows(answer)) for answer in answers]
 
@@ -254,7 +254,7 @@ class RequestEngine(Engine, Generic[B, C]):
             raise
 
     def _replace_running(self) -> Worker:
-        """Stop the running engine's worker and start this engine's."""
+        """Stop the worker of the running engine, and start the worker of this engine."""
         running = RequestEngine._running() if RequestEngine._running is not None else None
         if running is not None:
             running.close()
@@ -268,8 +268,8 @@ class InspectableEngine(RequestEngine[B, C]):
 
     def __init__(self, bundle: Path, config: C) -> None:
         super().__init__(bundle, config)
-        self._shown: list[list[dict[Side, StoredCopy]]] = []
-        """Per request of the last `forced_together`, the cached copies by layer and side."""
+        self._copies: list[list[dict[Side, StoredCopy]]] = []
+        """Cached copies by layer and side, for each request of the last `forced_together`."""
 
     @abstractmethod
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
@@ -287,24 +287,24 @@ class InspectableEngine(RequestEngine[B, C]):
                 layers[layer][side] = self._copy(raw[at : at + size], layer, side, form)
                 at += size
         if at != raw.size:
-            raise RuntimeError(f"{path}: {raw.size} bytes of {length} tokens, the policy takes {at}")
+            raise RuntimeError(f"{path}: {raw.size} bytes for {length} tokens, but the policy needs {at}")
         return layers
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """Compute forced decode of requests in flight together, and record their cached copies for `stored_request`."""
-        self._shown = []
+        self._copies = []
         for tokens, first in requests:
             self._check_forced(tokens, first)
-        with self._answers([whole(tokens, first) for tokens, first in requests], show=True) as answers:
+        with self._answers([forced_request(tokens, first) for tokens, first in requests], show=True) as answers:
             pairs = zip(answers, requests, strict=True)
-            self._shown = [
+            self._copies = [
                 self._read_copies(Path(reply.stored), len(tokens)) if reply.stored else [] for reply, (tokens, _) in pairs
             ]
             return [self._rows(answer) for answer in answers]
 
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
         """Return the cached copies of a request of the last `forced_together`; empty if the cache's layout is unknown."""
-        return self._shown[number]
+        return self._copies[number]
 
 
 def open_model(interpreter: Interpreter, environment: Mapping[str, str], refusal: str, **fields: object) -> Worker:
@@ -324,7 +324,7 @@ def open_model(interpreter: Interpreter, environment: Mapping[str, str], refusal
     return worker
 
 
-def whole(tokens: Sequence[int], first: int) -> WorkerRequest:
-    """Return the request that forces tokens[first:]. The prompt's logits are skipped: no decode step computed them."""
+def forced_request(tokens: Sequence[int], first: int) -> WorkerRequest:
+    """Return the request that forces tokens[first:]. The prompt's logits are skipped, because no decode step computes them."""
     expected = list(tokens[first:])
     return WorkerRequest(list(tokens[:first]), expected, len(expected) + 1, 1)

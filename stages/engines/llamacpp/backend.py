@@ -1,4 +1,4 @@
-"""backend=llamacpp: its interpreter, the cache types of a policy, and its bundle: the GGUF and its server's command."""
+"""backend=llamacpp: its interpreter, the cache types of a policy, and its bundle (a GGUF and the server's command)."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +21,12 @@ from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.table import CODES
 
-READ_RELEASE = "0.3.36"
+CHECKED_RELEASE = "0.3.36"
 """The release of llama-cpp-python that the worker was checked against."""
 GGUF = "model.gguf"
 """Name of the model in a bundle."""
 MIN_ROTATED = 64
-"""llama.cpp rotates only if the head size is a multiple of this number of channels, and rotates values in blocks this long."""
+"""llama.cpp rotates only if head_dim is a multiple of this number of channels. Values are rotated in blocks of this size."""
 
 
 class LlamaCppDescription(protocol.Description):
@@ -48,9 +48,9 @@ PROGRAM = Program(
     "llama-cpp-python",
     Path(worker.__file__).with_name("kvgate_llamacpp_worker.py"),
     "make llamacpp compiles it into .venv-llamacpp: backend.python=.venv-llamacpp/bin/python; or give the python of an "
-    f"environment with pip install llama-cpp-python=={READ_RELEASE}",
-    read=("0.3",),
-    oldest=(0, 3),
+    f"environment with pip install llama-cpp-python=={CHECKED_RELEASE}",
+    checked_releases=("0.3",),
+    oldest_release=(0, 3),
     description=LlamaCppDescription,
 )
 
@@ -89,8 +89,8 @@ def rotates(policy: KVPolicy, head_dim: int) -> bool:
     for side in rotated:
         if head_dim % MIN_ROTATED or sizes.get(forms[side].rotation) != blocks[side] or len(rotated) != len(forms):
             raise UserError(
-                f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates both sides or none, with a head_dim that is a "
-                f"multiple of 64, keys in blocks of {blocks[Side.KEY]} here and values of 64; set "
+                f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates both sides or none, needs a head_dim that is a "
+                f"multiple of 64, and rotates keys in blocks of {blocks[Side.KEY]} and values in blocks of 64; set "
                 f"{' '.join(f'kv.{other}.rotation=none' for other in forms)}"
             )
     return bool(rotated)
@@ -139,12 +139,12 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
     running_keys = ("threads",)
     gguf: Path
     rounding = ROUNDING["bfloat16"]
-    """The type with a comparable rounding error. llama.cpp rounds the activations that it multiplies with quantized weights
+    """The type with a comparable rounding error: llama.cpp rounds the activations that it multiplies with quantized weights
     to blocks of 8 bits. With 16-bit weights the error is smaller and is measured on the baseline."""
     measures_rounding = True
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse policies that llama.cpp's cache does not support, a model other than a GGUF, and a missing interpreter."""
+        """Check that llama.cpp's cache supports the policy, the model is a GGUF, and the interpreter exists."""
         if not job.builds:
             return
         types = cache_types(job.policy, job.checkpoint.shape.head_dim)
@@ -165,7 +165,7 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the checkpoint that the reference engine loads, and the digest of the GGUF that the bundle contains."""
-        self.gguf = artifacts.given
+        self.gguf = artifacts.source_path
         return Source(super().source(artifacts, policy).path, artifacts.digest_of(self.gguf))
 
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
 
     def __init__(self, bundle: Path, config: LlamaCppConfig) -> None:
         super().__init__(bundle, config)
-        self.prefill_chunk = int(self._described.arguments["n_batch"])
+        self.prefill_chunk = int(self._record.arguments["n_batch"])
         self._token_bytes = 0
 
     def corrupt_key_scale(self, factor: float) -> None:
@@ -37,13 +37,13 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
         self._fault *= factor
 
     def _open(self) -> Worker:
-        described = self._described
+        described = self._record
         return open_context(
             self._interpreter, self._bundle / GGUF, self._config, described.arguments, described.types, described.rotates
         )
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
-        """Raise UserError if a request exceeds `n_ctx`. The last generated token is not counted: it is never stored."""
+        """Raise UserError if a request exceeds `n_ctx`. The last generated token does not count, because it is never stored."""
         super()._check_fits(prompt, tokens - 1)
 
     @contextmanager
@@ -52,7 +52,7 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
             yield answers
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
-        """Return the memory in whole pages of the policy, using the bytes per token measured from llama.cpp's state."""
+        """Return the memory in whole pages, with the bytes per token measured from llama.cpp's state."""
         if lengths and not self._token_bytes:
             self._token_bytes = self._call("facts", LlamaCppFacts).token_bytes
         claimed = super()._memory_of(lengths, blocks)
@@ -64,7 +64,7 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
         part = stored.reshape(-1, self.shape.kv_heads, form.token_bytes(self.shape.head_dim)).swapaxes(0, 1)
         if form.exact:
             numbers = np.ascontiguousarray(part).view(np.float16)
-            if side.is_key and pairs_neighbours(self._described.model_type):
+            if side.is_key and pairs_neighbours(self._record.model_type):
                 numbers = np.concatenate([numbers[..., ::2], numbers[..., 1::2]], axis=-1)
             return StoredCopy(0, np.ascontiguousarray(numbers).view(np.uint8), None, None, None, None)
         blocks = part.reshape(*part.shape[:2], form.scales_per_token(self.shape.head_dim), -1)

@@ -18,7 +18,7 @@ class OnnxBackend(Backend[OnnxRuntimeConfig]):
     libraries = ("onnx", "onnxscript", "onnxruntime", "numpy", "scipy")
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse bfloat16, H2O's eviction, formats that only the reference engine computes, and native without a compiler."""
+        """Check that ONNX Runtime supports the types and the policy, and that native attention has a compiler."""
         refuse_bfloat16(self.config.compute_dtype)
         refuse_heavy_tokens(job.policy)
         refuse_reference_only(job.policy)
@@ -28,8 +28,8 @@ class OnnxBackend(Backend[OnnxRuntimeConfig]):
     @property
     def rounding(self) -> float:
         rounding = ROUNDING[self.config.compute_dtype]
-        # Sums over both codes of a byte are up to sixteen times larger than their terms, and so are their rounding errors: a
-        # sound int4_tensor has shown 90 roundings of float32.
+        # Sums over both codes of a byte are up to 16 times larger than their terms, and so are their rounding errors. An
+        # error of 90 float32 roundings was measured with a correct int4_tensor.
         return 4 * rounding if self.config.compute_dtype == "float32" and self._attention() == "graph" else rounding
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002

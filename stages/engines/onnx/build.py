@@ -1,4 +1,4 @@
-"""Builds an engine bundle from a decoder skeleton and a KV policy, without torch and in a fraction of a second.
+"""Builds an engine bundle from a decoder skeleton and a KV policy, without torch, in a fraction of a second.
 
 Every placeholder node of the skeleton becomes kv.PagedAttention over the cache's inputs, and kv.Quantize<Side> quantizes the
 new tokens. The codes are outputs named `new_<array>`. The graph has no side effects: the engine writes the codes into pools.
@@ -39,7 +39,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         info: The skeleton's model.json.
         policy: Storage of the cache.
         static: The policy's static scales.
-        mode: Graph to make.
+        mode: Which graph to build.
     """
     graph = model.graph
     skeleton = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
@@ -56,9 +56,9 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         sources += [key, value]
         graph.input.extend(cache_inputs(spec, f".{layer}"))
         for codec in spec.sides.values():
-            # Quantization reads constants and attention reads inputs, because the must-fail control corrupts only attention's.
-            written = codec.constant_values(static, layer).items()
-            graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in written)
+            # Quantization has its scales as constants, attention as inputs: the must-fail control corrupts only attention's.
+            parameters = codec.constant_values(static, layer).items()
+            graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in parameters)
         attention = helper.make_node(
             layer_function("PagedAttention", layer),
             [query, key, value, *sinks, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
@@ -86,7 +86,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
 
 
 def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
-    """Name the dynamic dimensions B and S, set S if it is known, and drop stale inferred shapes."""
+    """Name the dynamic dimensions B and S (or set S to a number), and remove the inferred shapes, which are stale."""
     del graph.value_info[:]
     names: Dims = ["B", length]
     for value in [*graph.input, *graph.output]:
@@ -113,7 +113,7 @@ def cache_inputs(spec: AttentionSpec, suffix: str) -> list[onnx.ValueInfoProto]:
 
 
 def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:
-    """Append the quantization of one side's new tokens in one layer, with its results as outputs."""
+    """Append a node that quantizes one side's new tokens in one layer. Its results become outputs of the graph."""
     function = layer_function(quantize_name(codec.side), layer)
     inputs = [source, *(f"write_{name}.{layer}" for name in codec.constants)]
     outputs = [f"new_{name}.{layer}" for name in codec.arrays]

@@ -11,7 +11,7 @@ class GraphConfig(BackendConfig):
     """A backend whose engines are built from the exported ONNX decoder."""
 
     compute_dtype: ComputeDType
-    """Type of activations and weights; part of the graph's digest. Only TensorRT runs bfloat16. bfloat16 graphs compute
+    """Type of activations and weights. Only TensorRT runs bfloat16. bfloat16 graphs compute
     quantization, and attention outside the plugin, in float32."""
 
 

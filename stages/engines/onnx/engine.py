@@ -24,7 +24,7 @@ from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
 from stages.engines.onnx.native_rewrite import refusals, use_kernel
 from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.weights import widen_rows
-from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
+from stages.engines.paged.pool import Array, PagedPool, Spans, saturated_product
 from stages.engines.paged.prefixes import PrefixCache
 from stages.policies.onnx_body import NUMPY_FLOATS
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
@@ -42,13 +42,13 @@ class GraphSession:
         Args:
             path: File of the graph.
             threads: Threads of ONNX Runtime.
-            model: Graph to run instead of the file's; its weights are in the file's folder.
+            model: Graph to run instead of the file; its weights are in the file's folder.
             library: Library of the graph's custom operators.
         """
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = ORT_ERROR_SEVERITY
-        # Threads that spin while they wait take processor time from other programs, and from each other on a busy machine.
+        # Threads that spin while they wait slow down other programs, and each other on a busy machine.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # Shapes change at every step, so memory plans per shape would only accumulate.
         options.enable_mem_pattern = False
@@ -73,14 +73,14 @@ class GraphSession:
         self._shrinking = ort.RunOptions()
         self._shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         self.shrinks = False
-        """Whether a run frees the memory of its intermediate results, which the next run must then allocate again."""
+        """Whether a run frees the memory of its intermediate results; then the next run must allocate it again."""
 
     def bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
         """Bind a contiguous array to an input. The caller must keep the array alive."""
         self._binding.bind_input(name, "cpu", 0, self._types[name], array.shape, array.ctypes.data)
 
     def put(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Copy values into an input's own array."""
+        """Copy values into the array of an input."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != values.shape:
             buffer = self._buffers[name] = np.empty_like(values)
@@ -88,7 +88,7 @@ class GraphSession:
         buffer[...] = values
 
     def output(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return the array for an output of the next run. Later runs overwrite it."""
+        """Return the array that receives an output. Every run overwrites it."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != shape:
             buffer = self._buffers[name] = np.empty(shape, dtype)
@@ -100,9 +100,9 @@ class GraphSession:
         self._session.run_with_iobinding(self._binding, self._shrinking if self.shrinks else None)
 
 
-def _element_type(described: str) -> int:
-    """Return ONNX's number of an element type in ONNX Runtime's notation, such as `tensor(float16)`."""
-    kind: int = onnx.TensorProto.DataType.Value(described.removeprefix("tensor(").removesuffix(")").upper())
+def _element_type(notation: str) -> int:
+    """Return the ONNX enum value of a type in ONNX Runtime's notation, such as `tensor(float16)`."""
+    kind: int = onnx.TensorProto.DataType.Value(notation.removeprefix("tensor(").removesuffix(")").upper())
     return kind
 
 
@@ -162,13 +162,13 @@ def _sessions(
         widen_rows(model.graph)
     attention = f"native in {native_layers} of {info.layers} layers"
     prefill = GraphSession(paths["prefill"], threads, model=graphs["prefill"], library=library)
-    if _alike(*graphs.values()):  # one session can run both graphs, with one copy of the weights
+    if _differ_only_in_shapes(*graphs.values()):  # one session can run both graphs, with one copy of the weights
         return {"prefill": prefill, "decode": prefill}, attention
     decode = GraphSession(paths["decode"], threads, model=graphs["decode"], library=library)
     return {"prefill": prefill, "decode": decode}, attention
 
 
-def _alike(model: onnx.ModelProto, other: onnx.ModelProto) -> bool:
+def _differ_only_in_shapes(model: onnx.ModelProto, other: onnx.ModelProto) -> bool:
     """Return whether two models differ at most in their declared shapes."""
     return (
         list(model.graph.node) == list(other.graph.node)
@@ -229,5 +229,5 @@ class OnnxEngine(PagedEngine):
         session.run()
         if sums.any():
             self._refuse(sums, handles)
-        self.pool.append(handles, new | {name: scaled(new[name], factor) for name, factor in self._faults.items()})
+        self.pool.append(handles, new | {name: saturated_product(new[name], factor) for name, factor in self._faults.items()})
         return logits.astype(np.float32)

@@ -53,7 +53,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     graph = _write_graph(out)
     nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
     windows = {get_node_attr_value(node, "layer"): get_node_attr_value(node, "window") or None for node in nodes}
-    assert windows == {n: info.shape.window(n) for n in range(info.shape.layers)}, "transformers reads config.json so"
+    assert windows == {n: info.shape.window(n) for n in range(info.shape.layers)}, "transformers reads the same windows"
     (out / "model.json").write_text(_describe(info, out, compute_dtype, nodes).model_dump_json(indent=1) + "\n")
     copy_tokenizer(checkpoint, out)
 
@@ -85,7 +85,7 @@ def _attention_node(
 
 
 class _Decoder(torch.nn.Module):
-    """The decoder with logits of one row per sequence. lm_head over all rows would dominate a small model's prefill."""
+    """The decoder, with logits of only one row per sequence: lm_head over all rows would dominate a small model's prefill."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
     rows = {0: batch, 1: length}
     shapes = {"input_ids": rows, "position_ids": rows, "last": {0: batch}}
-    # The exporter warns that torchvision's operators are not registered, and of deprecations inside torch.
+    # Hides warnings about torchvision's operators, which are not registered, and about deprecations inside torch.
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -121,7 +121,7 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
         program = torch.onnx.export(exported, dynamo=True, output_names=["logits"], verbose=False)
     assert program is not None
     program.save(graph, external_data=True)
-    # The exporter keeps the graph until the process ends. Free its weights: the folded weights and the model's.
+    # The exporter keeps the graph until the process ends, so free its folded weights and the model's weights.
     for value in program.model.graph.initializers.values():
         value.const_value = None
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
-"""Graph nodes of the cache formats: quantization of new tokens, and attention's scores and weighted sums over pages of codes.
+"""Graph nodes of the cache formats: quantization of new tokens, and attention scores and weighted sums over pages of codes.
 
-The arithmetic is the formats' own (stages/policies), after a rotation. Scales and offsets are folded into the queries, scores
-or sums if possible; otherwise the graph makes a dequantized copy.
+stages/policies defines the arithmetic, which follows a rotation. Scales and offsets are folded into the queries, scores
+or sums if possible; otherwise the graph dequantizes a copy.
 
 Shapes: B sequences, H KV heads, S new tokens, R query rows of a KV head, P pages, T = P * 64 positions, D head_dim, n code
 streams, g scales of a token.
@@ -19,8 +19,8 @@ from stages.policies.onnx_body import Body
 from stages.policies.policy import PAGE_TOKENS
 from stages.policies.vllm_turboquant.arithmetic_onnx import GRAPH as VLLM_TURBOQUANT
 
-OWN: dict[str, Graph] = {graph.spec.name: graph for graph in (NVFP4, VLLM_TURBOQUANT)}
-"""Formats with their own nodes instead of their kind's."""
+SPECIAL_FORMATS: dict[str, Graph] = {graph.spec.name: graph for graph in (NVFP4, VLLM_TURBOQUANT)}
+"""Format name -> arithmetic, for formats that do not use the common arithmetic of their kind."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class SideCodec(StoredSide):
 
     @property
     def graph(self) -> Graph:
-        """The format's arithmetic: its own if it has one, else its kind's."""
-        return OWN.get(self.form.code.name) or KINDS[self.form.code.kind](self.form.code)
+        """The format's arithmetic."""
+        return SPECIAL_FORMATS.get(self.form.code.name) or KINDS[self.form.code.kind](self.form.code)
 
     @property
     def options(self) -> GraphOptions:
@@ -39,10 +39,10 @@ class SideCodec(StoredSide):
         return GraphOptions(self.head_dim, self.groups, form.symmetric, form.static, *names)
 
     def encode(self, body: Body, x: str) -> list[str]:
-        """Write the nodes that quantize new tokens x (B, H, S, D). Returns the results in the order of `arrays`."""
-        return self.graph.write(body, self.rotated(body, x), self.options)
+        """Append nodes that quantize new tokens x (B, H, S, D). Return the results in the order of `arrays`."""
+        return self.graph.write(body, self.rotate(body, x), self.options)
 
-    def rotated(self, body: Body, x: str) -> str:
+    def rotate(self, body: Body, x: str) -> str:
         """Rotate x (..., D) into the basis of the codes or back; the matrix is its own inverse."""
         if self.form.rotation == "none":
             return x
@@ -52,13 +52,13 @@ class SideCodec(StoredSide):
 
 
 def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
-    """Write the products of q (B, H, R, D) with the keys of all positions in the pages `index` (B, H, P): (B, H, R, T)."""
-    q = codec.rotated(body, q)
+    """Append the products of q (B, H, R, D) with the keys of all positions in the pages `index` (B, H, P): (B, H, R, T)."""
+    q = codec.rotate(body, q)
     pieces = [body.op("Mul", q, body.to_compute(f"{codec.side}_scale")) if codec.form.static else q]
     parts, rows = _streams_and_scales(body, codec, index)
-    mixing = _mixing(codec, parts)
-    if mixing is not None:
-        pieces = [body.op("MatMul", pieces[0], body.real(mixing))]
+    stream_matrix = _stream_matrix(codec, parts)
+    if stream_matrix is not None:
+        pieces = [body.op("MatMul", pieces[0], body.real(stream_matrix))]
     sizes = [codec.head_dim // len(parts)] * len(parts) + [1 for part in parts if part.offset]
     if len(sizes) > 1:
         pieces = body.ops("Split", len(sizes), *pieces, body.ints(sizes), axis=-1)
@@ -77,15 +77,15 @@ def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
     if codec.form.static:
         bias = body.op("ReduceSum", body.op("Mul", q, body.to_compute(f"{codec.side}_zero")), body.ints([-1]), keepdims=1)
     else:
-        sums = body.op("MatMul", q, body.op("Transpose", _spread(body, codec), perm=[1, 0]))
+        sums = body.op("MatMul", q, body.op("Transpose", _group_matrix(body, codec), perm=[1, 0]))
         bias = body.op("MatMul", sums, body.op("Transpose", _load_parameter(body, codec, "zero", index), perm=[0, 1, 3, 2]))
     return body.op("Add", total, bias)
 
 
 def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
-    """Write the sum of the values of all positions in the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
+    """Append the sum of the values of all positions in the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
     parts, rows = _streams_and_scales(body, codec, index)
-    mixing = _mixing(codec, parts)
+    stream_matrix = _stream_matrix(codec, parts)
     weights = [body.op("Mul", p, row) for row in rows] or [p]
     weights = weights if len(weights) > 1 else weights * len(parts)
     outs = [body.op("MatMul", weight, part.x) for weight, part in zip(weights, parts, strict=True)]
@@ -93,8 +93,8 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
         if part.offset:
             outs.append(body.op("ReduceSum", weight, body.ints([-1]), keepdims=1))
     out = outs[0] if len(outs) == 1 else body.op("Concat", *outs, axis=-1)
-    if mixing is not None:
-        out = body.op("MatMul", out, body.real(mixing.T))
+    if stream_matrix is not None:
+        out = body.op("MatMul", out, body.real(stream_matrix.T))
     if codec.form.static:
         out = body.op("Mul", out, body.to_compute(f"{codec.side}_scale"))
     if not codec.form.symmetric:
@@ -102,12 +102,14 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
             mass = body.op("ReduceSum", p, body.ints([-1]), keepdims=1)
             bias = body.op("Mul", mass, body.to_compute(f"{codec.side}_zero"))
         else:
-            bias = body.op("MatMul", body.op("MatMul", p, _load_parameter(body, codec, "zero", index)), _spread(body, codec))
+            bias = body.op(
+                "MatMul", body.op("MatMul", p, _load_parameter(body, codec, "zero", index)), _group_matrix(body, codec)
+            )
         out = body.op("Add", out, bias)
-    return codec.rotated(body, out)
+    return codec.rotate(body, out)
 
 
-def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
+def _stream_matrix(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
     """Return the matrix M that converts streams to codes; None if streams and codes are equal.
 
     M has the shape (D, D + one column per part with an offset): codes = (streams, then a 1 per offset) @ M.T. To avoid this
@@ -130,7 +132,7 @@ def _streams_and_scales(body: Body, codec: SideCodec, index: str) -> tuple[list[
     Scales that vary within a part cannot be folded. The streams are multiplied by such scales.
     """
     groups = codec.groups
-    # Nesting saves a pass over the codes, but sums numbers that are 2 ** bits times larger: too large for the 11 bits of
+    # Nesting saves a pass over the codes, but adds numbers that are 2 ** bits times larger: too large for the 11 bits of
     # float16, and for more than two parts.
     nested = groups <= 1 and codec.form.code.packed == 2 and body.compute == "float32"
     parts = codec.graph.streams(body, f"{codec.side}_pool", _pages(body, codec, index), codec.options, nested=nested)
@@ -166,7 +168,7 @@ def _load_parameter(body: Body, codec: SideCodec, parameter: str, index: str, ro
     return body.to_compute(body.reshape(blocks, 0, 0, 1, -1) if rows else blocks)
 
 
-def _spread(body: Body, codec: SideCodec) -> str:
+def _group_matrix(body: Body, codec: SideCodec) -> str:
     """Return the membership matrix M (g, D) of channels in groups: x @ M.T sums by group, x @ M repeats by channel."""
     return body.real(np.eye(codec.groups).repeat(codec.head_dim // codec.groups, axis=1))
 

@@ -28,7 +28,7 @@ from stages.policies.onnx_body import Body
 from stages.policies.policy import PAGE_TOKENS, SIDES, Eviction, KVPolicy, Side
 
 MASKED = {"float32": -1e30, "float16": -6e4}
-"""Score of a masked position: exp underflows to 0, and unlike -inf it never results in NaN."""
+"""Score of a masked position. Its exp underflows to 0, and unlike -inf it never causes NaN."""
 
 INT32 = onnx.TensorProto.INT32
 
@@ -72,7 +72,7 @@ class AttentionSpec:
 
     @property
     def cache(self) -> list[str]:
-        """Names of the layer's own inputs, without the layer's number."""
+        """Names of the inputs that belong to this layer, without the layer number."""
         names = [name for codec in self.sides.values() for name in (*codec.arrays, *codec.constants)]
         return [*names, *(["key_exact", "value_exact"] if self.policy.exact_tokens else [])]
 
@@ -80,7 +80,7 @@ class AttentionSpec:
 def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     """Return kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), sinks (Hq,) -> (B, S, Hq, D).
 
-    Further inputs are the tables and the cache.
+    The other inputs are the tables and the cache.
     """
     info = spec.info
     body, heads, dim = Body(info.compute_dtype), info.kv_heads, info.head_dim
@@ -92,16 +92,16 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     masks = _pool_masks(body, spec, low)
 
     masked = body.real(MASKED[body.compute])
-    scores = _cap(body, spec, _join(body, [read_scores(body, codec, q, index) for codec, index in keys]))
-    parts = [body.op("Where", _join(body, masks), scores, masked)]
+    scores = _softcap(body, spec, _concatenate(body, [read_scores(body, codec, q, index) for codec, index in keys]))
+    parts = [body.op("Where", _concatenate(body, masks), scores, masked)]
     if exact:
-        scores = _cap(body, spec, _dot(body, q, _exact_rows(body, "key_exact")))
+        scores = _softcap(body, spec, _dot_products(body, q, _exact_rows(body, "key_exact")))
         parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
     parts.append(_new_scores(body, spec, q, key, masked))
 
     if info.sinks:  # a column of the softmax that no slice below reads
         parts.insert(0, _sink_scores(body, spec))
-    p = body.op("Softmax", _join(body, parts), axis=-1)
+    p = body.op("Softmax", _concatenate(body, parts), axis=-1)
     sizes = [_positions_of(body, index) for _, index in values] + ([body.ints([exact])] if exact else [])
     ends = [body.ints([int(info.sinks)])]
     for size in sizes:
@@ -134,7 +134,7 @@ def quantize_name(side: Side) -> str:
 
 
 def _regions(body: Body, spec: AttentionSpec, side: Side) -> list[tuple[SideCodec, str]]:
-    """Return (codec, blocks) of the copies that keys or values are read from, oldest pages first.
+    """Return (codec, blocks) of each copy that attention reads, oldest pages first.
 
     Blocks are indices of (page, head), int32 (B, H, pages).
     """
@@ -195,7 +195,7 @@ def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
         if spec.policy.sink_tokens:
             after_sinks = body.op("GreaterOrEqual", positions, body.const(spec.policy.sink_tokens, "int32"))
             mask = body.op("And", mask, after_sinks)
-        masks.append(_not_before(body, mask, positions, low))
+        masks.append(_mask_before(body, mask, positions, low))
     return masks
 
 
@@ -215,7 +215,7 @@ def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:
     parts = []
     if sink:
         slots = body.const(range(sink), "int32")
-        parts.append(_not_before(body, body.op("Less", slots, lengths), slots, low))
+        parts.append(_mask_before(body, body.op("Less", slots, lengths), slots, low))
     if recent:
         # The slot of residue r holds position length - 1 - age, age = (length - 1 - r) mod recent.
         newest = body.op("Sub", lengths, body.const(1, "int32"))
@@ -223,11 +223,11 @@ def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:
         age = body.op("Mod", shifted, body.const(recent, "int32"))
         positions = body.op("Sub", newest, age)
         counts = body.op("GreaterOrEqual", positions, body.const(sink, "int32"))
-        parts.append(_not_before(body, counts, positions, low))
-    return _join(body, parts)
+        parts.append(_mask_before(body, counts, positions, low))
+    return _concatenate(body, parts)
 
 
-def _not_before(body: Body, mask: str, positions: str, low: str | None) -> str:
+def _mask_before(body: Body, mask: str, positions: str, low: str | None) -> str:
     """Remove the positions before `low` from a mask."""
     return mask if low is None else body.op("And", mask, body.op("GreaterOrEqual", positions, low))
 
@@ -239,20 +239,20 @@ def _exact_rows(body: Body, name: str) -> str:
 
 def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, masked: str) -> str:
     """Return the scores among the new tokens, (B, H, R, S), causal and within the layer's window."""
-    scores = _cap(body, spec, _dot(body, q, key))
+    scores = _softcap(body, spec, _dot_products(body, q, key))
     if spec.mode == "decode":
         return scores
     steps = _steps(body, _new_tokens(body))
     rows = body.op("Unsqueeze", steps, body.ints([1]))
     causal = body.op("LessOrEqual", steps, rows)
     if spec.window is not None:
-        causal = _not_before(body, causal, steps, body.op("Sub", rows, body.const(spec.window - 1, "int32")))
+        causal = _mask_before(body, causal, steps, body.op("Sub", rows, body.const(spec.window - 1, "int32")))
     heads = spec.info.kv_heads
     by_query = body.op("Reshape", scores, _shape(body, 0, heads, spec.group, "S", "S"))
     return body.op("Reshape", body.op("Where", causal, by_query, masked), _shape(body, 0, heads, -1, "S"))
 
 
-def _cap(body: Body, spec: AttentionSpec, scores: str) -> str:
+def _softcap(body: Body, spec: AttentionSpec, scores: str) -> str:
     """Apply the model's softcap, if any, to scores."""
     if spec.info.softcap is None:
         return scores
@@ -279,7 +279,7 @@ def _shape(body: Body, *dims: int | str) -> str:
 
 
 def _steps(body: Body, count: str) -> str:
-    """Return the numbers 0 to count - 1, int32."""
+    """Return the range 0 to count - 1, int32."""
     end = body.op("Cast", body.op("Squeeze", count, body.ints([0])), to=INT32)
     return body.op("Range", body.const(0, "int32"), end, body.const(1, "int32"))
 
@@ -289,9 +289,9 @@ def _per_sequence(body: Body, name: str) -> str:
     return body.reshape(name, -1, 1, 1, 1)
 
 
-def _join(body: Body, parts: list[str]) -> str:
+def _concatenate(body: Body, parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else body.op("Concat", *parts, axis=-1)
 
 
-def _dot(body: Body, q: str, k: str) -> str:
+def _dot_products(body: Body, q: str, k: str) -> str:
     return body.op("MatMul", q, body.op("Transpose", k, perm=[0, 1, 3, 2]))

@@ -13,7 +13,7 @@ from stages.engines.base import ChunkedEngine, Mode, not_finite
 from stages.engines.interface import Continuation, ForcedRequest, Logits, check_tokens
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import PagedPool
-from stages.engines.paged.preemption import advance, pool_of, serve_together
+from stages.engines.paged.preemption import advance, limited_pool, serve_together
 from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PoolFull
 from stages.policies.policy import PAGE_TOKENS, Side
@@ -24,7 +24,7 @@ class PagedEngine(ChunkedEngine):
     """An engine over a paged pool. A subclass executes the graphs."""
 
     prefixes: PrefixCache | None = None
-    """Cache of prompts' prefixes; None disables prefix caching."""
+    """Cache of prompt prefixes; None disables prefix caching."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
@@ -32,14 +32,14 @@ class PagedEngine(ChunkedEngine):
         self._constants: dict[str, Any] = {}
         """Static scales and zeros that attention reads, float32 arrays by graph input."""
         self._faults: dict[str, float] = {}
-        """Factors of `corrupt_key_scale` on numbers that are written to the pool, by array."""
+        """Array -> factor of `corrupt_key_scale` on the numbers that are written to it."""
         for layer in range(self.shape.layers):
             for stored in StoredSide.of_layer(self.policy, self.shape, layer).values():
                 for name, values in stored.constant_values(scales, layer).items():
                     self._constants[f"{name}.{layer}"] = self._constant(values)
 
     def _constant(self, values: npt.NDArray[np.float32]) -> Any:
-        """Return an array for the graphs, which `corrupt_key_scale` multiplies in place. A GPU's subclass returns a tensor."""
+        """Return an array that graphs read and `corrupt_key_scale` multiplies in place; on a GPU, a tensor."""
         return values
 
     @abstractmethod
@@ -72,14 +72,14 @@ class PagedEngine(ChunkedEngine):
     ) -> list[list[ServedRequest]]:
         for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
-        with pool_of(self, pages):
+        with limited_pool(self, pages):
             return [serve_together(self, requests, rows) for requests in rounds]
 
     def fork(self, sequence: int) -> int:
         return self.pool.fork(sequence)
 
     def _reserve(self, handles: Sequence[int], tokens: int) -> None:
-        """Reserve pages as `pool.reserve` does, and evict kept prefixes if the pool is full."""
+        """Reserve pages with `pool.reserve`, and evict kept prefixes if the pool is full."""
         while True:
             try:
                 return self.pool.reserve(handles, tokens)
@@ -112,7 +112,7 @@ class PagedEngine(ChunkedEngine):
             Logits (vocab_size,) of the last token.
 
         Raises:
-            UserError: `tokens` is empty, a token is outside the vocabulary, or the engine has no room for the tokens.
+            UserError: `tokens` is empty, has a token outside the vocabulary, or does not fit into the engine.
         """
         check_tokens(tokens, self.vocab_size)
         return self._prefill(sequence, tokens)
@@ -140,7 +140,7 @@ class PagedEngine(ChunkedEngine):
         return [{side: copy(side, layer) for side in self.policy.sides(layer)} for layer in range(self.shape.layers)]
 
     def _host(self, constant: Any) -> npt.NDArray[np.float32]:
-        """Return a result of `_constant` as a numpy copy."""
+        """Return a numpy copy of a result of `_constant`."""
         return np.array(constant)
 
     def memory(self) -> MemoryReport:

@@ -1,6 +1,6 @@
-"""Replaces attention over the cache by the compiled kernel: kv.PagedAttention_N becomes one custom operator.
+"""Replaces each function kv.PagedAttention_N that the compiled kernel supports by one custom operator.
 
-Only the session's copy in memory changes. The graph on disk keeps its function bodies for other runtimes. ONNX Runtime would
+Only the session's copy in memory changes; the graph on disk keeps its function bodies for other runtimes. ONNX Runtime would
 prefer a registered operator to a function of the same name, but every layer's function has a different name (for TensorRT), and
 the operator needs the layer's layout as attributes.
 """
@@ -33,7 +33,7 @@ ABSENT = -1
 
 
 def refusals(info: ModelInfo, policy: KVPolicy) -> dict[int, str]:
-    """Return the reason for every layer that the kernel does not support, by layer."""
+    """Return layer -> reason for the layers that the kernel does not support."""
     specs = (AttentionSpec(info, policy, layer, "decode") for layer in range(info.layers))
     return {spec.layer: reason for spec in specs if (reason := _refusal(spec)) is not None}
 
@@ -78,7 +78,7 @@ def _refusal(spec: AttentionSpec) -> str | None:
     for side, codec in spec.sides.items():
         form = codec.form
         if form.code.native[not form.symmetric] is None:
-            return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is not read by the kernel"
+            return f"{spec.policy.format_key(side, spec.layer)}.dtype={form.dtype} is not supported by the kernel"
         step = LANES * form.code.packed
         if codec.head_dim % step:
             return f"head_dim {codec.head_dim} is not a multiple of {step}, which the kernel needs for {form.dtype}"
@@ -87,13 +87,13 @@ def _refusal(spec: AttentionSpec) -> str | None:
 
 def attributes(spec: AttentionSpec) -> dict[str, Any]:
     """Return the operator's attributes in the format that `create` in operator.c reads."""
-    place = {name: number for number, name in enumerate(spec.inputs)}
+    index = {name: number for number, name in enumerate(spec.inputs)}
     info, policy, eviction = spec.info, spec.policy, spec.policy.eviction
     gap = (0, 0) if eviction is None or not eviction.gap else (eviction.gap.start, eviction.gap_length)
     exact = (FP16.native[0], 0, 0, 0, 1, 1, 0)
     sides: dict[Side, list[int | None]] = {side: [ABSENT] * 8 for side in Side}
     for side, codec in spec.sides.items():
-        sides[side] = [*_side(codec), place[next(iter(codec.arrays))]]
+        sides[side] = [*_side(codec), index[next(iter(codec.arrays))]]
     # The function body multiplies queries with the scaling in the compute dtype.
     scaling = float(NUMPY_FLOATS[info.compute_dtype](info.scaling))
     return {
@@ -108,14 +108,14 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
             spec.window or 0,
             *gap,
         ],
-        "tables": [place.get(name, ABSENT) for name in TABLES],
+        "tables": [index.get(name, ABSENT) for name in TABLES],
         **{str(side): numbers for side, numbers in sides.items()},
-        **{name: [*exact, place.get(name, ABSENT)] for name in ("key_exact", "value_exact")},
+        **{name: [*exact, index.get(name, ABSENT)] for name in ("key_exact", "value_exact")},
     }
 
 
 def _side(codec: SideCodec) -> tuple[int | None, ...]:
-    """Return kind, groups, asymmetric, static, heads of a static scale, channels of a static scale, rotated."""
+    """Return a side's attributes: kind, groups, asymmetric, static, heads and channels of a static scale, rotated."""
     form = codec.form
     _, heads, _, channels = next(iter(codec.constants.values()), (1, 1, 1, 1))
     return (

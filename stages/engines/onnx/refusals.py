@@ -1,4 +1,4 @@
-"""Refusals, before any work, of policies that the ONNX graphs do not support, and of the type that ONNX Runtime cannot run.
+"""Checks, before any work, that the ONNX graphs support a policy and that ONNX Runtime supports the compute type.
 
 They also apply to TensorRT plans, which are built from the same graphs.
 """

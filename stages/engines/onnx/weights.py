@@ -33,9 +33,9 @@ def store_weights(graph: onnx.GraphProto, source: Path, out: Path) -> None:
         for tensor in graph.initializer:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 continue
-            place = {entry.key: entry.value for entry in tensor.external_data}
-            start, name, wide = int(place.get("offset", 0)), tensor.name, tensor.data_type
-            kind, stored = _shortest(tensor, data[start : start + int(place["length"])])
+            location = {entry.key: entry.value for entry in tensor.external_data}
+            start, name, wide = int(location.get("offset", 0)), tensor.name, tensor.data_type
+            kind, stored = _narrowest(tensor, data[start : start + int(location["length"])])
             if kind != wide:
                 tensor.name, tensor.data_type = f"{name}.stored", kind
                 casts.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}.Cast", to=wide))
@@ -50,17 +50,17 @@ def store_weights(graph: onnx.GraphProto, source: Path, out: Path) -> None:
     source.unlink()
 
 
-def casts(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """Return the nodes that widen stored weights, by the name of the stored weight."""
+def cast_nodes(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
+    """Return name of a stored weight -> the Cast node that widens it."""
     return {node.input[0]: node for node in graph.node if node.name == f"{node.output[0]}.Cast"}
 
 
 def widen_rows(graph: onnx.GraphProto) -> None:
-    """Make the embedding gather 16-bit rows and widen only those rows, in place. Results are bit-identical.
+    """Change the graph in place so that the embedding gathers 16-bit rows and widens only those. Results are bit-identical.
 
-    This avoids a 32-bit copy of the embedding table. Tied weights of the output layer are still widened, for its product.
+    This avoids a 32-bit copy of the embedding table. Weights that the output layer shares are still widened for its product.
     """
-    stored = {cast.output[0]: name for name, cast in casts(graph).items()}
+    stored = {cast.output[0]: name for name, cast in cast_nodes(graph).items()}
     for number, node in enumerate(graph.node):
         if node.op_type == "Gather" and node.input[0] in stored:
             wide, rows = node.output[0], f"{node.output[0]}.stored"
@@ -68,7 +68,7 @@ def widen_rows(graph: onnx.GraphProto) -> None:
             graph.node.insert(number + 1, helper.make_node("Cast", [rows], [wide], to=onnx.TensorProto.FLOAT))
 
 
-def _shortest(tensor: onnx.TensorProto, values: Bytes) -> tuple[int, Bytes]:
+def _narrowest(tensor: onnx.TensorProto, values: Bytes) -> tuple[int, Bytes]:
     """Return the first 16-bit type that represents a float32 matrix exactly, else the tensor's own type, and its values."""
     if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
         floats = values.view(np.float32)

@@ -1,1 +1,1 @@
-"""The paged cache: bookkeeping of pages by sequence, and their layout in memory."""
+"""The paged cache: the pages of every sequence, and their layout in memory."""

@@ -1,4 +1,4 @@
-"""Translates a KVPolicy to the attention kernels' CacheLayout per layer, or to the reason why the kernels do not support it.
+"""Translates a KVPolicy to the attention kernels' CacheLayout of each layer, or to the reason why a layer is unsupported.
 
 backend=torch on CUDA needs kernels for all layers. The TensorRT plugin uses kernels for the supported layers only. This module
 does not import torch, because policies are checked before anything is loaded.
@@ -14,8 +14,8 @@ from stages.core.errors import UserError
 from stages.policies.formats import either
 from stages.policies.policy import KVPolicy, KVShape, Side
 
-OF_MODEL = "model.path: "
-"""Beginning of a refusal for which no policy is to blame."""
+MODEL_PREFIX = "model.path: "
+"""Start of a refusal that is caused by the model, not by the policy."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheL
     layers = choose_layers(policy, shape, q_heads)
     if layers.refusals:
         # Report a format before the model, because the user can choose the format.
-        refusal = min(layers.refusals.values(), key=lambda refusal: refusal.startswith(OF_MODEL))
-        choice = "" if refusal.startswith(OF_MODEL) else ", or choose another policy"
+        refusal = min(layers.refusals.values(), key=lambda refusal: refusal.startswith(MODEL_PREFIX))
+        choice = "" if refusal.startswith(MODEL_PREFIX) else ", or choose another policy"
         raise UserError(f"{refusal}; set backend.device=cpu{choice}")
     return list(layers.layouts.values())
 
 
 def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Iterator[str]:
-    """Yield the reasons why the kernels do not support a layer: first its formats', then the model's."""
+    """Yield the reasons why the kernels do not support a layer: first reasons in its formats, then in the model."""
     if policy.window is not None:
         tokens = policy.window.tokens
         yield f"kv.window.tokens={tokens}: the CUDA kernels do not support kv.window; set kv.window=null"
@@ -85,11 +85,11 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
 
 
 def _refuse_model(shape: KVShape, layer: int, q_heads: int) -> Iterator[str]:
-    slides = shape.window(layer)
-    if slides is not None:
-        yield f"{OF_MODEL}sliding_window={slides}: with the CUDA kernels every layer attends to all tokens"
+    window = shape.window(layer)
+    if window is not None:
+        yield f"{MODEL_PREFIX}sliding_window={window}: with the CUDA kernels every layer attends to all tokens"
     if shape.head_dim not in HEAD_DIMS:
-        yield f"{OF_MODEL}head_dim={shape.head_dim}: the CUDA kernels take {either(HEAD_DIMS)}"
+        yield f"{MODEL_PREFIX}head_dim={shape.head_dim}: the CUDA kernels take {either(HEAD_DIMS)}"
     if q_heads > GROUP_LIMIT * shape.kv_heads:
         limit = f"up to {GROUP_LIMIT} for each of the {shape.kv_heads} KV heads"
-        yield f"{OF_MODEL}num_attention_heads={q_heads}: the CUDA kernels take {limit}"
+        yield f"{MODEL_PREFIX}num_attention_heads={q_heads}: the CUDA kernels take {limit}"

@@ -63,7 +63,7 @@ class StoredSide:
 
     @property
     def fault_targets(self) -> list[str]:
-        """Arrays that the must-fail control scales: static parameters, else stored scales and zeros, else exact values."""
+        """Arrays that the must-fail control multiplies: static parameters, else stored scales and zeros, else exact values."""
         return [*self.constants] or [*self.arrays][1:] or [*self.arrays]
 
     @property

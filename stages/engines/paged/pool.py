@@ -1,4 +1,4 @@
-"""The paged pool: the arrays of the cache, the pages of every sequence, and the places of new tokens.
+"""The paged pool: the arrays of the cache, the pages of every sequence, and where new tokens are written.
 
 Shapes: N allocated pages, H KV heads, W elements of a token, E exact slots, M exact buffers, B sequences, S new tokens per
 sequence. Every array belongs to one layer and is named like the graph's input: `key_pool.3` (N, H, 64, W), `key_exact.3`
@@ -20,7 +20,7 @@ from stages.policies.spec import FLOAT16, MAX_FLOAT16
 Array = npt.NDArray[np.generic]
 Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]
-"""Indices into the new tokens (row after row), and for every index the page or buffer and the slot to write to."""
+"""Indices of new tokens (row after row), and for each index the page or buffer and the slot where the token is written."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Spans:
 
 
 def exact_places(policy: KVPolicy, rows: Sequence[PagedSequence], positions: Indices, ends: Indices) -> list[Places]:
-    """Return places in the exact buffers: sinks first, then the newest tokens."""
+    """Return the places of new tokens in the exact buffers: sinks first, then the newest tokens."""
     sink, recent = policy.sink_tokens, policy.recent_tokens
     buffers = np.broadcast_to(np.array([row.buffer for row in rows])[:, None], positions.shape).ravel()
     flat = positions.ravel()
@@ -47,18 +47,18 @@ def exact_places(policy: KVPolicy, rows: Sequence[PagedSequence], positions: Ind
     return [(tokens, buffers[tokens], slot) for tokens, slot in zip(chosen, slots, strict=True)]
 
 
-def table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
-    """Pad rows of unequal lengths with `fill`, to at least one column, because a graph must gather something."""
+def pad_rows(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
+    """Pad rows of unequal lengths with `fill`, to at least one column, because a graph cannot gather zero pages."""
     filled = np.full((len(rows), max(1, *map(len, rows))), fill, np.int32)
     for i, row in enumerate(rows):
         filled[i, : len(row)] = row
     return filled
 
 
-def lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
-    """Return the page numbers of `pages` (B, S), flattened.
+def page_numbers(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
+    """Return the page numbers of the page indices `pages` (B, S), flattened.
 
-    A row lists the page numbers of a sequence, and the index of the first listed page. The result is arbitrary for pages
+    A row is a list of a sequence's page numbers, and the index of the first listed page. The result is arbitrary for pages
     before this index.
     """
     numbers = []
@@ -92,13 +92,13 @@ class PagedPool(SequencePages):
         self._allocators[name] = allocator
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an array for the pool. A subclass on another device returns a torch tensor."""
+        """Return zeros for an array of the pool. A subclass on another device returns a torch tensor."""
         return np.zeros(shape, dtype)
 
     def fork(self, handle: int) -> int:
         """Start a sequence with the same tokens and return its handle.
 
-        Full pages are shared; a partly filled page is copied, as are exact buffers. Raises UserError if there is no room for
+        Full pages are shared; a partly filled page and exact buffers are copied. Raises UserError if there is no room for
         the copies.
         """
         source = self.sequences[handle]
@@ -129,7 +129,7 @@ class PagedPool(SequencePages):
         return copy
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
-        """Double the capacity, or more if that is not enough, up to `max_pages`."""
+        """Double the capacity, or grow it to `needed` if that is more; pages grow to at most `max_pages`."""
         capacity = max(needed, 2 * allocator.capacity)
         self._resize(allocator, min(self.max_pages, capacity) if allocator is self.pages else capacity)
 
@@ -158,8 +158,8 @@ class PagedPool(SequencePages):
     def view(self, handles: Sequence[int]) -> tuple[dict[str, npt.NDArray[np.int32]], Spans]:
         """Return the tables of sequences, and the spans of the arrays that the tables refer to.
 
-        Page numbers in the tables are relative to the start of their span. A graph reads only the spans, because it may have
-        to widen all its input first.
+        Page numbers in the tables are relative to the start of their span. A graph receives only the spans, because it may have
+        to widen its whole input first.
         """
         tables = self.tables(handles)
         spans = [(0, self.buffers.capacity)]
@@ -178,29 +178,29 @@ class PagedPool(SequencePages):
         return self.arrays[name][slice(*(spans.pages if allocator is self.pages else spans.window_pages))]
 
     def tables(self, handles: Sequence[int]) -> dict[str, npt.NDArray[np.int32]]:
-        """Return the attention's tables, as AttentionSpec.tables names them.
+        """Return the tables that attention reads; AttentionSpec.tables defines their names.
 
         Unused entries contain the lowest page; the lengths or starts mask it. Lengths and starts count kept tokens only:
         attention needs no positions, since the keys are already rotated.
         """
         rows = [self.sequences[handle] for handle in handles]
         lengths = [row.kept_tokens for row in rows]
-        # Pages that hold no token yet need not be gathered.
+        # Reserved pages without tokens are not gathered.
         ends = [page_count(length) for length in lengths]
         tables = {"lengths": np.array(lengths, np.int32)}
         low = min((page for row, end in zip(rows, ends, strict=True) for page in row.pages[:end]), default=0)
         window = self.policy.window
         if window is None:
-            tables["page_table"] = table([row.pages[:end] for row, end in zip(rows, ends, strict=True)], low)
+            tables["page_table"] = pad_rows([row.pages[:end] for row, end in zip(rows, ends, strict=True)], low)
         else:
             if not self.window_pages.capacity:
                 self._enlarge(self.window_pages, 1)
             firsts = [window.first_page(row.length) - row.evicted_pages for row in rows]
-            tables["page_table"] = table([row.pages[:first] for row, first in zip(rows, firsts, strict=True)], low)
+            tables["page_table"] = pad_rows([row.pages[:first] for row, first in zip(rows, firsts, strict=True)], low)
             in_window = [row.pages[first:end] for row, first, end in zip(rows, firsts, ends, strict=True)]
-            tables["window_base_table"] = table(in_window, low)
+            tables["window_base_table"] = pad_rows(in_window, low)
             lowest = min((page for row in rows for page in row.window_pages), default=0)
-            tables["window_table"] = table([row.window_pages for row in rows], lowest)
+            tables["window_table"] = pad_rows([row.window_pages for row in rows], lowest)
             tables["window_starts"] = np.array(firsts, np.int32) * PAGE_TOKENS
         if self.policy.exact_tokens:
             tables["exact_slots"] = np.array([row.buffer for row in rows], np.int32)
@@ -215,7 +215,7 @@ class PagedPool(SequencePages):
         self.advance(handles, tokens)
 
     def places(self, handles: Sequence[int], tokens: int) -> dict[PageAllocator, list[Places]]:
-        """Move the windows, and return the places of every sequence's next `tokens` tokens, by the allocator of the arrays."""
+        """Move the windows, and return allocator of the arrays -> places of every sequence's next `tokens` tokens."""
         rows = [self.sequences[handle] for handle in handles]
         starts = np.array([row.length for row in rows])[:, None]
         positions = starts + np.arange(tokens)
@@ -226,7 +226,7 @@ class PagedPool(SequencePages):
             for row in rows:
                 self._move_window(row, row.length + tokens)
             inside = np.flatnonzero(pages >= np.array([row.first_window_page for row in rows])[:, None])
-            numbers = lookup([(row.window_pages, row.first_window_page) for row in rows], pages)
+            numbers = page_numbers([(row.window_pages, row.first_window_page) for row in rows], pages)
             places[self.window_pages] = [(inside, numbers[inside], slots[inside])]
         if self.policy.exact_tokens:
             places[self.buffers] = exact_places(self.policy, rows, positions, starts + tokens)
@@ -239,24 +239,24 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        # Pages that are evicted by this append count, since the new tokens still read them. Pages that would hold only new
-        # tokens that are evicted at once do not count.
+        # Pages that this append evicts count, because the new tokens still read them. Pages that would hold only new
+        # tokens which are evicted at once do not count.
         begin, end = map(page_count, (sequence.length, sequence.length + tokens))
         lost = self.policy.evicted_pages(sequence.length + tokens, self.shape)
         return end - sequence.evicted_pages - max(0, lost.stop - max(begin, lost.start))
 
     def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
-        """Free the evicted pages, and return the places of the new tokens that are kept."""
+        """Free the evicted pages, and return the places of the new tokens that stay."""
         tables = [(row.pages, 0) for row in rows]
         if self.policy.latest_tokens(self.shape) is None:
-            return np.arange(slots.size), lookup(tables, pages), slots
+            return np.arange(slots.size), page_numbers(tables, pages), slots
         for row in rows:
             self._evict(row, tokens)
         # A sequence lists its sinks' pages, then the pages after the evicted gap.
         sinks, evicted = self.policy.sink_pages, np.array([row.evicted_pages for row in rows])[:, None]
         stored = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
         indices = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
-        return stored, lookup(tables, indices)[stored], slots[stored]
+        return stored, page_numbers(tables, indices)[stored], slots[stored]
 
     def _evict(self, row: PagedSequence, tokens: int) -> None:
         """Free the pages that are evicted when `tokens` tokens are appended to a sequence."""
@@ -269,7 +269,7 @@ class PagedPool(SequencePages):
         row.evicted_pages = len(lost)
 
     def _move_window(self, row: PagedSequence, length: int) -> None:
-        """Move a sequence's window before it grows to `length`: free the pages left behind, and allocate the new pages."""
+        """Move a sequence's window before it grows to `length`: free the pages that leave it, and allocate the new ones."""
         assert self.policy.window is not None
         first = self.policy.window.first_page(length)
         while row.first_window_page < first:
@@ -309,9 +309,9 @@ class PagedPool(SequencePages):
 
     def scale_array(self, name: str, factor: float) -> None:
         """Multiply an array of scales, zeros or exact values by a factor, in place."""
-        self.arrays[name][...] = scaled(self.arrays[name], factor)
+        self.arrays[name][...] = saturated_product(self.arrays[name], factor)
 
 
-def scaled(values: Array, factor: float) -> Array:
+def saturated_product(values: Array, factor: float) -> Array:
     """Return floating-point values times a factor, saturating at float16's range."""
     return np.clip(values.astype(np.float32) * factor, -MAX_FLOAT16, MAX_FLOAT16).astype(values.dtype)

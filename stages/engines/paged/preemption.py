@@ -1,7 +1,7 @@
 """Scheduling of requests over a full pool.
 
-The youngest request is preempted. It loses its pages, and is computed again later: its prompt is prefilled again, and its
-answer's tokens are decoded again one by one. Prefilling them would give other logits, because a prefill attends to its own
+The youngest request is preempted: it loses its pages and is computed again later. Its prompt is prefilled again, and its
+answer's tokens are decoded again one by one. Prefilling these would give other logits, because a prefill attends to its own
 tokens exactly and decoding reads their codes.
 """
 
@@ -27,10 +27,10 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
     """
     running = [request for request in live if request.sequence >= 0]
     joining = [request for request in live if request.sequence < 0]
-    fitting = joining[: _fitting(engine, joining) or int(not running)]
+    fitting = joining[: _count_fitting(engine, joining) or int(not running)]
     if fitting:
         try:
-            return fitting, _join(engine, fitting)
+            return fitting, _prefill_requests(engine, fitting)
         except PoolFull:
             if not running:
                 raise
@@ -49,10 +49,10 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
         return running, logits
 
 
-def _fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
-    """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next can reuse them.
+def _count_fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
+    """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next one can reuse them.
 
-    Kept prefixes do not count as held, because they are evicted when a prefill needs their pages.
+    Pages of kept prefixes count as free, because prefixes are evicted when a prefill needs their pages.
     """
     if not joining:
         return 0
@@ -62,16 +62,16 @@ def _fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
     live_pages = {page for handle, sequence in pool.sequences.items() if handle not in prefixes for page in sequence.pages}
     for count, request in enumerate(joining[: None if engine.prefixes is None else 1]):
         prompt = request.tokens[: request.prompt_tokens]
-        prefix = engine.prefixes.longest(prompt) if engine.prefixes is not None else None
+        prefix = engine.prefixes.longest_prefix(prompt) if engine.prefixes is not None else None
         shared = set(pool.sequences[prefix].pages) if prefix is not None else set()
-        added += pool.pages_of(max(request.prompt_tokens, request.reached) + 1) - len(shared)
+        added += pool.pages_needed(max(request.prompt_tokens, request.reached) + 1) - len(shared)
         live_pages |= shared
         if len(live_pages) + added > pool.max_pages:
             return count
     return count + 1
 
 
-def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
+def _prefill_requests(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
     reused = engine.prefixes.reused_tokens if engine.prefixes is not None else 0
     logits: Logits
     handles, logits = engine.prefill([request.tokens[: request.prompt_tokens] for request in joining])
@@ -91,8 +91,8 @@ def _preempt(engine: PooledEngine, request: Continuation) -> None:
 
 
 @contextmanager
-def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
-    """Limit the engine's pool to `pages` more pages and enable prefix caching, within this context.
+def limited_pool(engine: PooledEngine, pages: int | None) -> Iterator[None]:
+    """Within this context, limit the engine's pool to `pages` more pages and enable prefix caching.
 
     None: no limit and no prefix caching. Prompts are always prefilled in chunks of one page, so that prefixes of one page can
     be reused.

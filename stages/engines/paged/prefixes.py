@@ -1,4 +1,4 @@
-"""Prefix caching: prefixes of prompts stay in the paged cache for later prompts that start with the same tokens.
+"""Prefix caching: prompt prefixes stay in the paged cache for later prompts that start with the same tokens.
 
 An engine prefills a prompt in chunks. A chunk attends to itself exactly, and to earlier chunks through the cache, so only
 prefixes of whole chunks are kept: later chunks read the same codes as without prefix caching, and answers are identical. A kept
@@ -36,7 +36,7 @@ class PooledEngine(Protocol):
 
 
 class PrefixCache:
-    """The prefixes that one engine keeps. The least recently used prefix is evicted first."""
+    """The prompt prefixes that an engine keeps. The least recently used prefix is evicted first."""
 
     def __init__(self, engine: PooledEngine, *, chunk: int, most_tokens: int) -> None:
         """Create an empty cache.
@@ -45,18 +45,18 @@ class PrefixCache:
             UserError: `chunk` is not a multiple of the page size, or `most_tokens` is less than one chunk.
         """
         if chunk % PAGE_TOKENS:
-            raise UserError(f"prefill_chunk must be a multiple of {PAGE_TOKENS} where prefixes are kept, got {chunk}")
+            raise UserError(f"prefill_chunk must be a multiple of {PAGE_TOKENS} if prefixes are kept, got {chunk}")
         if most_tokens < chunk:
             raise UserError(f"prefix_tokens must be 0 or at least prefill_chunk={chunk}, got {most_tokens}")
-        self._engine, self._chunk, self._most = engine, chunk, most_tokens // chunk
+        self._engine, self._chunk, self._max_prefixes = engine, chunk, most_tokens // chunk
         self.kept: dict[str, int] = {}
-        """Sequence by the prefix's key, least recently used first. A prefix is evicted before its own shorter prefixes, so that
+        """Prefix key -> sequence, least recently used first. A prefix is evicted before its own shorter prefixes, so that
         every entry accounts for the pages of one chunk."""
         self.reused_tokens = 0
         """Number of tokens that were not prefilled because a kept prefix contained them."""
 
     def keys(self, prompt: Sequence[int]) -> list[str]:
-        """Return the keys of a prompt's prefixes of one chunk, two chunks and so on, all shorter than the prompt.
+        """Return the keys of a prompt's prefixes of one chunk, two chunks, and so on, all shorter than the prompt.
 
         Two keys are equal if and only if the prefixes' tokens are equal.
         """
@@ -74,11 +74,11 @@ class PrefixCache:
             The sequence's handle, and its number of tokens.
 
         Raises:
-            UserError: The engine cannot hold the prompt. No sequence remains started.
+            UserError: The prompt does not fit into the engine. No sequence stays started.
         """
         keys = self.keys(prompt)
         count = self._kept_prefixes(keys)
-        self._use(keys[:count])
+        self._mark_used(keys[:count])
         sequence = self._engine.fork(self.kept[keys[count - 1]]) if count else self._engine._start()
         self.reused_tokens += count * self._chunk
         try:
@@ -90,8 +90,8 @@ class PrefixCache:
             raise
         return sequence, len(keys) * self._chunk
 
-    def longest(self, prompt: Sequence[int]) -> int | None:
-        """Return the sequence of a prompt's longest kept prefix; None if no prefix is kept."""
+    def longest_prefix(self, prompt: Sequence[int]) -> int | None:
+        """Return the sequence of a prompt's longest kept prefix; None if none of its prefixes is kept."""
         keys = self.keys(prompt)
         count = self._kept_prefixes(keys)
         return self.kept[keys[count - 1]] if count else None
@@ -101,12 +101,12 @@ class PrefixCache:
         return next((number for number, key in enumerate(keys) if key not in self.kept), len(keys))
 
     def _keep(self, keys: Sequence[str], sequence: int) -> None:
-        """Keep a fork of a sequence under the last key, if the next shorter prefix is kept; then evict down to the limit."""
+        """Keep a fork of a sequence under the last key if the next shorter prefix is kept; then evict down to the limit."""
         if len(keys) > 1 and keys[-2] not in self.kept:
             return
         self.kept[keys[-1]] = self._engine.fork(sequence)
-        self._use(keys[:-1])
-        while len(self.kept) > self._most:
+        self._mark_used(keys[:-1])
+        while len(self.kept) > self._max_prefixes:
             self.evict()
 
     def evict(self) -> bool:
@@ -116,7 +116,7 @@ class PrefixCache:
         self._engine.release([self.kept.pop(next(iter(self.kept)))])
         return True
 
-    def _use(self, keys: Sequence[str]) -> None:
+    def _mark_used(self, keys: Sequence[str]) -> None:
         """Mark prefixes as used, the shortest last, so that no prefix outlives its own shorter prefixes."""
         for key in reversed(keys):
             self.kept[key] = self.kept.pop(key)

@@ -1,4 +1,4 @@
-"""Bookkeeping of pages and exact buffers by sequence. A subclass owns the memory."""
+"""Allocation of pages and exact buffers to sequences. A subclass owns the memory."""
 
 import heapq
 from abc import ABC, abstractmethod
@@ -15,8 +15,8 @@ from stages.policies.policy import PAGE_TOKENS, page_count
 class PageAllocator:
     """Allocates the numbers 0 to capacity - 1 of pages or exact buffers.
 
-    The lowest free number is allocated first. This keeps the pages of a few sequences close together, and a graph reads the
-    whole span of their pages.
+    The lowest free number is allocated first. This keeps pages close together, because a graph reads the
+    whole span between the lowest and the highest page.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class PagedSequence:
     pages: list[int] = field(default_factory=list)
     """Numbers of the pages in order of position; page i starts at token i * PAGE_TOKENS. Evicted pages are left out."""
     evicted_pages: int = 0
-    """Number of evicted pages. They followed the sinks' pages."""
+    """Number of evicted pages, which followed the sinks' pages."""
     window_pages: list[int] = field(default_factory=list)
     """Pages of the window's pool; the first one holds the second copy of page `first_window_page`."""
     first_window_page: int = 0
@@ -107,7 +107,7 @@ class SequencePages(ABC):
 
     @abstractmethod
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Any]:
-        """Yield the arrays of all layers, numpy's or torch's, whose first dimension `allocator` numbers."""
+        """Yield the arrays (numpy or torch) of all layers whose first dimension is indexed by the numbers of `allocator`."""
 
     def start(self) -> int:
         """Start an empty sequence and return its handle. Raises UserError if there is no room for its exact buffer."""
@@ -142,7 +142,7 @@ class SequencePages(ABC):
         return self.pages.used_count, self.window_pages.used_count
 
     def memory(self) -> MemoryReport:
-        """Return the allocated bytes of the arrays. Pools and exact buffers grow by doubling, so not all bytes are in use."""
+        """Return the allocated bytes of the arrays. Not all bytes are in use, because arrays grow by doubling."""
         allocators = (self.pages, self.buffers, self.window_pages)
         pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
         pages, finer = self.pages.capacity, self.window_pages.capacity
@@ -157,7 +157,7 @@ class SequencePages(ABC):
         for handle, count in missing.items():
             self.sequences[handle].pages.extend(self.pages.allocate() for _ in range(count))
 
-    def pages_of(self, tokens: int) -> int:
+    def pages_needed(self, tokens: int) -> int:
         """Return the number of pages that a new sequence of `tokens` tokens needs."""
         return self._pages_for(PagedSequence(-1), tokens)
 

@@ -1,4 +1,4 @@
-"""Attention with a separate choice of token copies for every row; one code path for prefill, decode and one pass.
+"""Attention in which every row may read other copies of the tokens; one code path for prefill, decode and one pass.
 
 A row is a query; `start` is the length of the cache when the row's chunk began. In order of position, row i attends to:
 1. float16 sinks, 2. base copies (with a gap if the policy evicts), 3. window copies, 4. float16 recent tokens, 5. the exact
@@ -57,7 +57,7 @@ class Copies:
 
 
 class Sources(NamedTuple):
-    """Copies of tokens that rows attend to; None if no row reads the source."""
+    """The copies of tokens that rows attend to; None if no row reads the source."""
 
     sinks: Copies | None
     base: Copies | None
@@ -68,7 +68,7 @@ class Sources(NamedTuple):
 
 
 EVICTED = "evicted"
-"""Marks columns without a source: the masked rows do not attend to them, because of eviction or a sliding window."""
+"""Marks columns that the masked rows do not attend to, because of eviction or a sliding window."""
 PARTS = (EVICTED, "sinks", "base", EVICTED, "base", "window", "recent", "chunk")
 """Sources in the order of a row's columns."""
 
@@ -81,7 +81,7 @@ class Span:
     end: int
     start: int | None
     itself: bool = False
-    """Whether each row also reads its own token and all earlier tokens from the cache."""
+    """Whether each row reads all tokens from the cache, its own included."""
 
     @property
     def starts(self) -> Tensor:
@@ -92,7 +92,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Fed:
-    """A sequence and its pieces in order: (number of tokens, whether they were decoded one by one)."""
+    """A sequence and how an engine was fed with it: pieces of (number of tokens, whether they were decoded one by one)."""
 
     tokens: Sequence[int]
     pieces: Sequence[tuple[int, bool]]
@@ -108,7 +108,7 @@ class Fed:
         ]
 
     def spans(self, chunk: int, *, itself: bool, begin: int = 0) -> list[Span]:
-        """Return the rows of a pass over the sequence from position `begin`, where a chunk or a decoded token must begin."""
+        """Return the rows of a pass from position `begin` on. A chunk or a decoded token must begin there."""
         spans, first = [], 0
         for count, decoded in self.pieces:
             end = first + count
@@ -122,7 +122,7 @@ class Fed:
 
 @dataclass(frozen=True)
 class AttentionPiece:
-    """Columns [low, high) of one source, and the rows that attend to them (`mask_RT`; None: all rows).
+    """Columns [low, high) of one source, and the rows that attend to them (`mask_RT`; None means all rows).
 
     For source EVICTED, the mask selects the rows that do not attend.
     """
@@ -145,11 +145,11 @@ class Block:
 
 
 Preparation = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Maps a layer's queries and keys (..., D) to the values that an engine multiplies and stores."""
+"""Function (layer, queries, keys), each (..., D), that returns the queries and keys as the judged engine uses them."""
 
 
 class View(Protocol):
-    """One sequence of a batch."""
+    """Access of one sequence of a batch to its cached tokens."""
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         """Return the attention (H, G, S, D) of new tokens: scaled queries q (H, G, S, D), keys and values (H, S, D)."""
@@ -161,7 +161,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Joined:
+class ConcatenatedViews:
     """Several sequences concatenate_tokens in one row of a batch, without padding."""
 
     views: Sequence[View]
@@ -178,12 +178,12 @@ class Joined:
 
 
 class BlockView(ABC):
-    """A view whose copies are all known before any row attends."""
+    """A view that knows all copies of a layer before any row attends."""
 
     blocks: Sequence[Block]
     first_row: int
     """Position of the first new token."""
-    finite: "Finite | None" = None
+    finite: "FiniteCheck | None" = None
     """Check that new keys and values are finite; None skips it."""
 
     def check(self) -> None:
@@ -192,7 +192,7 @@ class BlockView(ABC):
 
     @abstractmethod
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        """Take the new tokens' keys and values (H, S, D), and return the key copies and value copies to read."""
+        """Receive the new tokens' keys and values (H, S, D); return the copies of keys and of values to read."""
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         keys, values = self.exchange(layer, key, value)
@@ -204,7 +204,7 @@ class BlockView(ABC):
         return out
 
 
-class Finite:
+class FiniteCheck:
     """A deferred check that a sequence's new keys and values are finite as float16.
 
     Results are collected by layer and checked once after all layers, so that the host waits for a GPU only once.
@@ -216,7 +216,7 @@ class Finite:
         self._fits: list[Tensor] = []
         """Results (2, S) by layer: keys, then values."""
 
-    def note(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def record(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Record whether a layer's new keys and values (H, S, D) are finite."""
         self._layers.append(layer)
         self._fits.append(torch.stack([torch.isfinite(x.half()).all(-1).all(0) for x in (key, value)]))
@@ -225,18 +225,18 @@ class Finite:
         """Raise UserError for the first key or value that is NaN or not finite as a float16."""
         misfits = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
         if misfits:
-            place, side, row = misfits[0]
-            raise not_finite(("key", "value")[side], self._layers[place], self.first_row + row, self.sequence)
+            index, side, row = misfits[0]
+            raise not_finite(("key", "value")[side], self._layers[index], self.first_row + row, self.sequence)
 
 
-def plan(
+def plan_blocks(
     policy: KVPolicy,
     spans: Sequence[Span],
     row_bytes: int,
     slides: Collection[int | None] = (None,),
     device: torch.device = CPU,
 ) -> list[Block]:
-    """Cut the rows of consecutive `spans` into blocks. Everything is computed on the CPU; the masks are moved to `device`."""
+    """Cut the rows of consecutive `spans` into blocks. Masks are computed on the CPU and moved to `device`."""
     most_rows, max_bytes = (BLOCK_ROWS, BLOCK_BYTES) if device.type == "cpu" else (GPU_BLOCK_ROWS, GPU_BLOCK_BYTES)
     size = max(1, min(most_rows, max_bytes // max(1, row_bytes)))
     all_rows = torch.arange(spans[0].begin, spans[-1].end)
@@ -294,9 +294,9 @@ def _pieces(borders: Tensor, device: torch.device) -> Iterator[AttentionPiece]:
         for a, b in bands:
             column = torch.arange(a, b)
             mask = (column >= low[:, None]) & (column < high[:, None])
-            read = mask.any(0).nonzero().flatten().tolist()
-            if read:  # a layer's own window may push both borders of some rows beyond the source's last token
-                yield AttentionPiece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1].to(device))
+            used = mask.any(0).nonzero().flatten().tolist()
+            if used:  # a layer's own window may push both borders of some rows beyond the source's last token
+                yield AttentionPiece(source, a + used[0], a + used[-1] + 1, mask[:, used[0] : used[-1] + 1].to(device))
 
 
 def attend(
@@ -307,7 +307,7 @@ def attend(
     value_pieces: Sequence[AttentionPiece],
     options: LayerAttention = LayerAttention(),  # noqa: B008  (immutable)
 ) -> Tensor:
-    """Return the attention (H, G, R, D) of scaled queries q (H, G, R, D); the last query is the pieces' last column."""
+    """Return the attention (H, G, R, D) of scaled queries q (H, G, R, D). The last column belongs to the last query."""
     heads, groups, rows, head_dim = q.shape
     flat = q.reshape(heads, groups * rows, head_dim)
     columns = max(piece.high for piece in key_pieces)
@@ -330,7 +330,7 @@ def attend(
             columns_of_piece = by_row[..., piece.low : piece.high]
             products = options.cap(torch.matmul(flat, k)).view(columns_of_piece.shape)
             columns_of_piece.copy_(torch.where(piece.mask_RT, products, columns_of_piece))
-    # Softmax, normalized at the end. The floor vanishes in a sum with 1, but without it denormal weights would make the
+    # Softmax, normalized at the end. The floor is negligible beside 1, but without it denormal weights would make the
     # products below thirty times slower on a CPU.
     highest = scores.amax(-1, keepdim=True)
     if options.sinks is not None:

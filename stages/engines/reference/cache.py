@@ -1,4 +1,4 @@
-"""A sequence's quantized cache: pages of codes and scales for all kept tokens, a window's second copies, and exact tokens.
+"""A sequence's quantized cache: pages of codes and scales for all kept tokens, second copies in the window, and exact tokens.
 
 Shapes: H KV heads, S new tokens, T tokens in the cache, D head_dim.
 """
@@ -21,12 +21,12 @@ from stages.policies.scales import KVScales
 
 @dataclass
 class Storage:
-    """Format and static scales of one copy of one side of one layer."""
+    """Format and static scales of one stored copy of a layer's keys or values."""
 
     form: Format
     static: Static | None
     gain: float | Tensor = 1.0
-    """The must-fail control's factor on numbers that are read."""
+    """The must-fail control's factor on all numbers that are read."""
 
     def write(self, x: Tensor) -> Stored:
         """Quantize x (H, S, D)."""
@@ -41,7 +41,7 @@ LayerStorage = dict[Side, Storage]
 
 
 def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales, device: torch.device = CPU) -> list[LayerStorage]:
-    """Return the storages of every layer. `scales` must have been checked against the policy."""
+    """Return the storages of every layer. The caller must have checked `scales` against the policy."""
 
     def storage(layer: int, side: Side, form: Format) -> Storage:
         static = scales.layers[layer].get(side)
@@ -115,7 +115,7 @@ class StoredTokens:
 
 
 def page_bytes(stored: Stored, pages: int) -> int:
-    """Return the bytes of that number of pages of tokens in the form of `stored`."""
+    """Return the bytes of `pages` pages of tokens in the format of `stored`."""
     return sum(pages * PAGE_TOKENS * tensor[:, :1].nbytes for tensor in stored.tensors)
 
 
@@ -128,7 +128,7 @@ class ExactTokens:
             torch.zeros(shape.kv_heads, tokens, shape.head_dim, dtype=torch.float16, device=device)
             for tokens in (policy.sink_tokens, policy.recent_tokens)
         )
-        """In order of position: the latest token comes last."""
+        """Ordered by position: the latest token comes last."""
 
     def append(self, x: Tensor) -> None:
         """Store x (H, S, D)."""
@@ -204,7 +204,7 @@ class LayerCache:
         return Sources(sinks, base, None if window is None else window.read(), recent, Copies(new, self.length))
 
 
-def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor) -> Sources:
+def one_pass_sources(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor) -> Sources:
     """Return the sources that a whole sequence x (H, T, D) attends to, as a cache would return them."""
     base, window = storages[side], storages.get(side.window)
     exact = Copies(x.half().float()) if policy.exact_tokens else None

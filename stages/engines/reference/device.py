@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from stages.core.errors import MissingRequirement
 
 MIN_BYTES = 100_000_000
-"""Minimum bytes of a checkpoint's weights for which `auto` selects a GPU: 50 million parameters in 16 bits. For a smaller
+"""Minimum bytes of weights for which `auto` selects a GPU: 50 million parameters in 16 bits. For a smaller
 model, launching kernels takes longer than computing on a CPU."""
 
 
@@ -27,7 +27,7 @@ def reference_device(device: str, weight_bytes: int) -> str:
         return "cuda"
     if device == "cuda":
         raise MissingRequirement(
-            "reference.device=cuda: torch finds no NVIDIA GPU here; set reference.device=auto, which is a CPU without one"
+            "reference.device=cuda: torch finds no NVIDIA GPU here; set reference.device=auto, which then uses the CPU"
         )
     return "cpu"
 
@@ -56,7 +56,7 @@ def resolve_device(device: str) -> str:
         return "cpu"
     if torch.version.cuda is None:
         raise MissingRequirement(
-            f"backend.device=cuda needs a torch that is built for CUDA, this one is {torch.__version__}: install one "
+            f"backend.device=cuda needs a CUDA build of torch, but this is {torch.__version__}: install a CUDA build "
             "from https://download.pytorch.org/whl/cu130, or set backend.device=cpu"
         )
     if not available:

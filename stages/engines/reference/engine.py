@@ -20,22 +20,30 @@ from stages.engines.reference.attention import (
     ATTENTION,
     Block,
     BlockView,
+    ConcatenatedViews,
     Fed,
-    Finite,
-    Joined,
+    FiniteCheck,
     Preparation,
     Sources,
     Span,
     View,
-    plan,
+    plan_blocks,
 )
 from stages.engines.reference.build import open_torch_bundle
 from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
-from stages.engines.reference.formats import CPU, rotated
+from stages.engines.reference.formats import CPU, rotate
 from stages.engines.reference.heavy import HeavyCache, HeavyView
-from stages.engines.reference.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
-from stages.engines.reference.placing import place, within_memory
-from stages.engines.reference.replay import OnePassView, Replay, disturbed
+from stages.engines.reference.model import (
+    LayerInput,
+    capture_layer_input,
+    head,
+    hidden_states,
+    round_inputs,
+    scales_for,
+    shape_for,
+)
+from stages.engines.reference.placing import place_model, within_memory
+from stages.engines.reference.replay import OnePassView, Replay, disturb_layers
 from stages.policies.ggml.arithmetic_torch import round_queries
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
@@ -49,7 +57,7 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_torch_bundle(bundle)
     torch.set_num_threads(threads)
-    model = place(load_causal_lm(bundle, dtype=torch.float32), device)
+    model = place_model(load_causal_lm(bundle, dtype=torch.float32), device)
     round_inputs(model)
     engine = TorchEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
     engine.threads = threads
@@ -63,23 +71,23 @@ class _CachedView(BlockView):
         self.blocks = blocks
         self.caches = caches
         self.first_row = self.caches[0].length
-        self.finite: Finite = Finite(f"sequence {handle}", self.first_row)
+        self.finite: FiniteCheck = FiniteCheck(f"sequence {handle}", self.first_row)
         self.new: list[tuple[Tensor, Tensor]] = []
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        self.finite.note(layer, key, value)
+        self.finite.record(layer, key, value)
         self.new.append((key, value))
         cache = self.caches[layer]
         return cache.read(Side.KEY, key), cache.read(Side.VALUE, value)
 
     def store(self) -> None:
-        """Append the new keys and values. Called after all layers, so that a refused token changes nothing."""
+        """Append the new keys and values. Called after all layers have run, so that a refused token changes nothing."""
         for cache, (key, value) in zip(self.caches, self.new, strict=True):
             cache.append(key, value)
 
 
 class TorchEngine(ChunkedEngine):
-    """The reference engine in plain torch. It stores codes exactly as defined; decoding is slow, one pass is fast."""
+    """The reference engine in plain torch. Decoding step by step is slow; one pass over a sequence is fast."""
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
         super().__init__(policy, shape, int(model.config.vocab_size), chunk)
@@ -87,13 +95,13 @@ class TorchEngine(ChunkedEngine):
         self.sequences: SequenceTable[list[LayerCache] | list[HeavyCache]] = SequenceTable()
         """Caches of all layers, by handle."""
         self.reads_itself = False
-        """Whether tokens read themselves from the cache, as in engines that store before attending. Affects one pass only."""
-        self._as_llamacpp = as_llamacpp(model.config, storages)
+        """Whether tokens read themselves from the cache, as in engines that store before attention; used only in one pass."""
+        self._llamacpp_preparation = llamacpp_preparation(model.config, storages)
 
     @property
     def rounds_queries(self) -> bool:
-        """Whether queries are rounded to 8-bit blocks, as llama.cpp rounds them for keys in blocks."""
-        return self._as_llamacpp is not None
+        """Whether queries are rounded to 8-bit blocks, as in llama.cpp if the keys are stored in blocks."""
+        return self._llamacpp_preparation is not None
 
     @classmethod
     def from_model(
@@ -120,7 +128,7 @@ class TorchEngine(ChunkedEngine):
 
     @property
     def _keeps_heavy(self) -> bool:
-        """Whether the policy is H2O's. A token's attention then decides which tokens the next token reads."""
+        """Whether the policy is H2O's, in which a token's attention decides which tokens the next token reads."""
         return self.policy.eviction is not None and self.policy.eviction.heavy_tokens > 0
 
     def _heavy_caches(self) -> list[HeavyCache]:
@@ -162,7 +170,7 @@ class TorchEngine(ChunkedEngine):
 
     def layer_input(self, tokens: Sequence[int], first: int, layer: int, known: LayerInput | None = None) -> LayerInput:
         """Return the input (1, len(tokens), hidden) of a layer when `forced` computes these tokens."""
-        with captured_input(self.model, layer) as inputs:
+        with capture_layer_input(self.model, layer) as inputs:
             self._one_pass(tokens, first, known)
         return inputs[0]
 
@@ -178,7 +186,7 @@ class TorchEngine(ChunkedEngine):
         """Return the view of a sequence that is computed in one pass."""
         if self._keeps_heavy:
             return HeavyView(self._heavy_caches(), spans, "the sequence")
-        return OnePassView(self.policy, self.storages, self._plan(spans), finite=Finite("the sequence", 0))
+        return OnePassView(self.policy, self.storages, self._plan(spans), finite=FiniteCheck("the sequence", 0))
 
     @torch.inference_mode()
     def replay(
@@ -192,13 +200,13 @@ class TorchEngine(ChunkedEngine):
         """Compute whole sequences together, each in one pass, over the caches that another engine stored for them.
 
         Args:
-            sequences: Tokens, and how they were fed: prompts, later chunks and decoded tokens in any order.
+            sequences: Tokens, and how the engine was fed: prompts, later chunks and decoded tokens in any order.
             caches: The engine's stored layers, by sequence, in this policy's formats. If a sequence has no layers, or
                 `caches` is empty, this engine's own codes are read.
-            rounding: Noise on every layer's output in the disturbed rows, relative to the output's root mean square; 0 skips
+            rounding: Noise on each layer's output in the disturbed rows, relative to the output's root mean square; 0 skips
                 the disturbed rows.
-            origins: By sequence, the index of an earlier sequence, and a number of first tokens that both have in common with
-                their stored copies. They are computed once, and their logits are returned only for the earlier sequence.
+            origins: For each sequence, the index of an earlier sequence, and the number of first tokens that both share with
+                their stored copies. These are computed once, and their logits are returned only for the earlier sequence.
 
         Returns:
             Logits and errors by sequence. The engine keeps no sequence.
@@ -211,8 +219,8 @@ class TorchEngine(ChunkedEngine):
         ids = [token for fed, begin in zip(sequences, begins, strict=True) for token in fed.tokens[begin:]]
         positions = torch.cat([torch.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)])
         parts = self._replay_views(sequences, caches or [()] * len(sequences), origins, passes)
-        views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
-        with disturbed(self.model, rounding) if rounding else nullcontext():
+        views = [ConcatenatedViews(row, lengths) for row in zip(*parts, strict=True)]
+        with disturb_layers(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
         scored = [
             [place - begin for place in fed.shown if place >= begin] for fed, begin in zip(sequences, begins, strict=True)
@@ -251,7 +259,7 @@ class TorchEngine(ChunkedEngine):
         del self.sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of the cache's tensors. Pages are allocated one by one, so there are no spare pages."""
+        """Return the bytes of the cache's tensors. There are no spare pages, because pages are allocated one by one."""
         caches = [cache for sequence in self.sequences.values() for cache in sequence]
         return MemoryReport(
             pool_bytes=sum(cache.pool_bytes for cache in caches),
@@ -269,7 +277,7 @@ class TorchEngine(ChunkedEngine):
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
-        return plan(self.policy, spans, row_bytes, set(self.shape.windows) or {None}, self.device)
+        return plan_blocks(self.policy, spans, row_bytes, set(self.shape.windows) or {None}, self.device)
 
     def _hidden(
         self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
@@ -278,7 +286,7 @@ class TorchEngine(ChunkedEngine):
         ids_BS = torch.tensor([list(row) for row in ids]).to(self.device)
         with within_memory(self.device):
             hidden = hidden_states(
-                self.model, ATTENTION, ids_BS, positions.to(self.device), known, views=views, prepare=self._as_llamacpp
+                self.model, ATTENTION, ids_BS, positions.to(self.device), known, views=views, prepare=self._llamacpp_preparation
             )
         for view in views:
             view.check()
@@ -291,7 +299,7 @@ class TorchEngine(ChunkedEngine):
         return logits
 
 
-def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Preparation | None:
+def llamacpp_preparation(config: Any, storages: Sequence[LayerStorage]) -> Preparation | None:
     """Return llama.cpp's transformation of queries and keys; None if no layer's keys have a llama.cpp block type."""
     forms = [layer[Side.KEY].form for layer in storages]
     if not any(form.code.dynamic_group for form in forms):
@@ -301,13 +309,13 @@ def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Preparation | 
         form = forms[layer]
         if not form.code.dynamic_group:
             return query, key
-        places = order(str(config.model_type), key.shape[-1], key.device)
-        return rotated(round_queries(rotated(query[..., places], form)), form), key[..., places]
+        places = channel_order(str(config.model_type), key.shape[-1], key.device)
+        return rotate(round_queries(rotate(query[..., places], form)), form), key[..., places]
 
     return prepare
 
 
-def order(model_type: str, head_dim: int, device: torch.device) -> Tensor:
+def channel_order(model_type: str, head_dim: int, device: torch.device) -> Tensor:
     """Return, for each channel of llama.cpp's heads, the index of transformers' channel.
 
     For some models, llama.cpp's rotary embedding pairs neighbouring channels, and transformers' pairs the two halves.

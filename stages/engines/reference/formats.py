@@ -1,4 +1,4 @@
-"""Quantization and dequantization in plain torch: rotation, and the formats' arithmetic (stages/policies).
+"""Quantization and dequantization in plain torch: a rotation, and the formats' arithmetic in stages/policies.
 
 Shapes: H KV heads, T tokens, D head_dim. All arithmetic is float32.
 """
@@ -20,13 +20,15 @@ from stages.policies.vllm_turboquant.arithmetic_torch import ARITHMETIC as VLLM_
 
 CPU = torch.device("cpu")
 
-OWN: dict[str, Arithmetic] = {entry.spec.name: entry for entry in (NVFP4, VLLM_TURBOQUANT, *VLLM_TOKEN_HEADS, *GGML)}
-"""Formats with their own arithmetic instead of their kind's."""
+SPECIAL_FORMATS: dict[str, Arithmetic] = {
+    entry.spec.name: entry for entry in (NVFP4, VLLM_TURBOQUANT, *VLLM_TOKEN_HEADS, *GGML)
+}
+"""Format name -> arithmetic, for formats that do not use the common arithmetic of their kind."""
 
 
 def arithmetic(code: Spec) -> Arithmetic:
-    """Return the arithmetic of a format: its own if it has one, else its kind's."""
-    return OWN.get(code.name) or KINDS[code.kind](code)
+    """Return the arithmetic of a format."""
+    return SPECIAL_FORMATS.get(code.name) or KINDS[code.kind](code)
 
 
 def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int, device: torch.device = CPU) -> Static:
@@ -41,25 +43,25 @@ def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int, 
 
 
 def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bool = False) -> Stored:
-    """Quantize finite x (..., H, T, D). Pass `static` if and only if the format has static scales.
+    """Quantize finite x (..., H, T, D). `static` is None unless the format has static scales.
 
     Codes are rounded to nearest or, with `towards_zero`, towards zero as in a truncating cast.
     """
-    return arithmetic(form.code).store(rotated(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
+    return arithmetic(form.code).store(rotate(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
 
 
 def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
     """Return the dequantized numbers (..., H, T, D) float32, rotated back if the format rotates."""
     head_dim = 8 * stored.codes.shape[-1] * form.code.storage.bytes // form.code.bits
-    return rotated(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
+    return rotate(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
 
 
 def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options:
     return Options(form.scales_per_token(head_dim), form.symmetric, towards_zero)
 
 
-def rotated(x: Tensor, form: Format) -> Tensor:
-    """Rotate x into the basis of the codes or back; the rotation is its own inverse."""
+def rotate(x: Tensor, form: Format) -> Tensor:
+    """Rotate x (..., D) as before quantization, or back: the rotation is its own inverse."""
     if form.rotation == "hadamard_64":
         return (groups_of(x, x.shape[-1] // 64) @ hadamard(64, x.device)).flatten(-2)
     return x @ hadamard(x.shape[-1], x.device) if form.rotation == "hadamard" else x

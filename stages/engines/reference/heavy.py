@@ -5,7 +5,7 @@ After every appended chunk or decoded token, the cache keeps the first `sink_tok
 tokens between them, the `heavy_tokens` with the largest weights (the earlier token wins a tie). Dropped tokens and their
 weights never come back. A chunk attends to itself exactly and causally, and to the earlier tokens that are kept.
 
-All earlier attention decides which tokens are kept. Rows are therefore computed chunk by chunk within a layer, while other
+Which tokens are kept depends on all earlier attention. Rows are therefore computed chunk by chunk within a layer, while other
 caches allow arbitrary blocks of rows. One pass over a sequence is still one pass over the layers.
 
 Shapes: H KV heads, G query heads per KV head, R new tokens, n kept tokens, S tokens of a view, D head_dim.
@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stages.engines.reference.attention import Finite, Span
+from stages.engines.reference.attention import FiniteCheck, Span
 from stages.engines.reference.cache import LayerStorage, page_bytes
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.model import LayerAttention
@@ -36,7 +36,7 @@ class HeavyCache:
     positions: Tensor
     """Ascending positions (H, n) of the kept tokens."""
     weights: Tensor
-    """Attention (H, n) that the kept tokens have received."""
+    """Sum of the attention (H, n) that the kept tokens have received."""
     stored: Mapping[Side, Stored]
     """Codes and scales (H, n, ...) of keys and values; empty before the first token."""
     exact_bytes: ClassVar[int] = 0
@@ -50,7 +50,7 @@ class HeavyCache:
         return cls(policy.eviction, storages, 0, none.long(), none, {})
 
     def attend(self, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
-        """Append new tokens (H, R, D); return their attention (H, G, R, D) with scaled queries q, and the new cache."""
+        """Append new tokens (H, R, D); return the attention (H, G, R, D) of their scaled queries q, and the new cache."""
         rows = q.shape[2]
         keys, values = (self._read_with(side, x) for side, x in zip(SIDES, (key, value), strict=True))
         scores = options.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
@@ -59,8 +59,8 @@ class HeavyCache:
         if options.sinks is not None:
             scores = torch.cat([scores, options.sinks[..., None, None].to(q.dtype).expand(-1, -1, rows, 1)], dim=-1)
         attention = scores.softmax(-1)[..., : keys.shape[1]]
-        got = attention.sum((1, 2))
-        weights = torch.cat([self.weights.to(got.dtype), torch.zeros_like(got[:, -rows:])], dim=1) + got
+        received = attention.sum((1, 2))
+        weights = torch.cat([self.weights.to(received.dtype), torch.zeros_like(received[:, -rows:])], dim=1) + received
         positions = torch.arange(self.length, self.length + rows, device=q.device).expand(len(weights), -1)
         appended = replace(
             self,
@@ -99,7 +99,7 @@ class HeavyCache:
         return self.weights
 
     def _select(self, index: Tensor) -> "HeavyCache":
-        """Return a cache with only the tokens at these indices (H, n)."""
+        """Return a cache with only the tokens at the indices `index` (H, n)."""
         return replace(
             self,
             positions=self.positions.gather(1, index),
@@ -128,18 +128,18 @@ class HeavyView:
     """
 
     def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> None:
-        """Take consecutive `spans` of tokens that follow the cached tokens."""
+        """Create a view of the tokens in consecutive `spans`, which follow the cached tokens."""
         self.caches = caches
         self.first_row = spans[0].begin
-        self.finite = Finite(sequence, self.first_row)
+        self.finite = FiniteCheck(sequence, self.first_row)
         assert not any(span.itself for span in spans), "engines that read their own tokens from the cache evict nothing"
         self.chunks = [chunk for span in spans for chunk in _chunks(span)]
         self.after: list[HeavyCache] = []
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         """Return the attention of scaled queries q (H, G, S, D) with their own keys and values (H, S, D)."""
-        assert options.window is None, "an eviction is refused of a model with layers that slide"
-        self.finite.note(layer, key, value)
+        assert options.window is None, "eviction is refused for models with sliding windows"
+        self.finite.record(layer, key, value)
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)

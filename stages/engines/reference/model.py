@@ -1,4 +1,4 @@
-"""Runs transformers' causal language model for both engines of backend=torch."""
+"""Runs transformers' causal language model, for both engines of backend=torch."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def scales_for(policy: KVPolicy, shape: KVShape, scales: KVScales | None) -> KVS
 
 
 def round_inputs(model: Any) -> None:
-    """Make the linear layers that config.json names round their input to INT8, with one scale per token."""
+    """Make the linear layers that config.json lists round their input to INT8, with one scale per token."""
 
     def rounded(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         scale = (inputs[0].abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
@@ -58,8 +58,8 @@ class LayerInput:
     """(B, S, hidden)."""
 
 
-class _Known(torch.nn.Module):
-    """A module that replaces one layer or the whole stack and returns a known result."""
+class _FixedResult(torch.nn.Module):
+    """A module that replaces a layer, or all layers, and returns a fixed result."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Known(torch.nn.Module):
 
 
 @contextmanager
-def captured_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
+def capture_layer_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
     """Yield a list that receives the input of a layer when the model runs."""
     inputs: list[LayerInput] = []
 
@@ -94,7 +94,7 @@ def hidden_states(
         attention: Name of an attention function that is registered with transformers' AttentionInterface.
         ids: Token ids (B, S).
         positions: Positions of the tokens (B, S).
-        known: Input of a layer. The model skips the earlier layers.
+        known: Input of a layer; the layers before it are skipped.
         options: Keyword arguments for the attention function.
 
     Returns:
@@ -105,7 +105,7 @@ def hidden_states(
     config._attn_implementation = attention
     if known is not None:
         # The layers keep their indices: a model looks up windows and rotary bases by index.
-        skipped = [_Known(known.states) for _ in range(known.layer)]
+        skipped = [_FixedResult(known.states) for _ in range(known.layer)]
         model.model.layers = torch.nn.ModuleList([*skipped, *layers[known.layer :]])
     try:
         out = model.model(input_ids=ids, position_ids=positions, use_cache=False, **options)
@@ -137,7 +137,7 @@ def options_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any
     Qwen2-MoE passes no window there: it applies the window in its mask. The module's `sliding_window` is used instead.
     """
     if options.get("head_mask") is not None:
-        raise RuntimeError(f"layer {module.layer_idx}: head_mask={options['head_mask']} of the attention would be lost")
+        raise RuntimeError(f"layer {module.layer_idx}: head_mask={options['head_mask']} would be ignored")
     window = options.get("sliding_window") or getattr(module, "sliding_window", None)
     sinks = options.get("s_aux")
     return LayerAttention(window or None, options.get("softcap"), None if sinks is None else sinks.view(kv_heads, -1))
@@ -148,16 +148,16 @@ def no_mask(*_: Any, **__: Any) -> None:
 
 
 def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:
-    """Raise RuntimeError if a layer needs attention options that plain scaled dot products would ignore."""
+    """Raise RuntimeError if a layer has attention options, for an attention that supports none."""
     needed = options_of(module, kv_heads, options)
     if needed != LayerAttention():
-        raise RuntimeError(f"layer {module.layer_idx}: {needed} of the attention would be lost")
+        raise RuntimeError(f"layer {module.layer_idx}: {needed} would be ignored")
 
 
 def head(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits (..., V) of normalized hidden states (..., hidden), with the model's scaling and cap."""
     layers = model.model
-    model.model = _Known(MoeModelOutputWithPast(last_hidden_state=hidden))
+    model.model = _FixedResult(MoeModelOutputWithPast(last_hidden_state=hidden))
     try:
         logits: Tensor = model(inputs_embeds=hidden, use_cache=False, output_router_logits=False).logits
     finally:

@@ -1,4 +1,4 @@
-"""Places the reference engine's model on a GPU: weights in the checkpoint's 16 bits, arithmetic in float32."""
+"""Moves the reference engine's model to a GPU: 16-bit weights if the checkpoint has them, and float32 arithmetic."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from stages.core.errors import MissingRequirement
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def place(model: Any, device: torch.device) -> Any:
+def place_model(model: Any, device: torch.device) -> Any:
     """Move a float32 model to a device and return it. On a CPU the model is not changed.
 
     On a GPU, products are computed in float32, never in TF32.
@@ -22,19 +22,19 @@ def place(model: Any, device: torch.device) -> Any:
         return model
     torch.set_float32_matmul_precision("highest")
     with within_memory(device):
-        shorten(model, device)
+        store_in_16_bits(model, device)
         model.to(device)  # the buffers
         torch.cuda.empty_cache()  # the float32 copies
     return model
 
 
-def shorten(model: Any, device: torch.device) -> None:
-    """Move weights to a device and keep them in 16 bits if that is lossless. Each module widens its weights while it runs.
+def store_in_16_bits(model: Any, device: torch.device) -> None:
+    """Move weights to a device, in 16 bits if that is lossless. Each module widens its weights while it runs.
 
     Results equal those with float32 weights, in half the memory plus one module's weights in float32.
     """
     for parameter in model.parameters():
-        parameter.data = _shortest(parameter.data.to(device))
+        parameter.data = _narrowest(parameter.data.to(device))
     for module in model.modules():
         stored = {name: weight for name, weight in module._parameters.items() if weight is not None and weight.dtype in HALVES}
         if stored:
@@ -42,8 +42,8 @@ def shorten(model: Any, device: torch.device) -> None:
             module.register_forward_hook(partial(_restore, stored), always_call=True)
 
 
-def _shortest(x: Tensor) -> Tensor:
-    """Return float32 numbers in the first type of HALVES that represents every number exactly, else unchanged."""
+def _narrowest(x: Tensor) -> Tensor:
+    """Return float32 numbers in the first type of HALVES that represents all of them exactly, otherwise unchanged."""
     return next((short for short in map(x.to, HALVES) if torch.equal(short.float(), x)), x)
 
 
@@ -69,6 +69,6 @@ def within_memory(device: torch.device) -> Iterator[None]:
         if device.type == "cpu" or not any(sign in str(error) for sign in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")):
             raise
         raise MissingRequirement(
-            "reference.device: the GPU's free memory does not hold the reference engine beside the judged one; lower "
+            "reference.device: the GPU's free memory is too small for the reference engine and the judged engine; lower "
             "backend.gpu_memory_utilization if the backend has it, or set reference.device=cpu"
         ) from None

@@ -1,6 +1,6 @@
 """Replays a sequence over the cache that another engine stored for it.
 
-A correct engine differs from the reference engine only by rounding. But a number between two codes may round to either, and a
+A correct engine differs from the reference engine only by rounding. But a number between two codes may round either way, and a
 few such flips move the logits of a 4-bit cache more than a real fault does. Replaying over the engine's own codes removes the
 flips. The logits then show whether the engine *reads* its cache correctly, and comparing each stored vector with the vector
 computed here shows whether it *writes* correctly. A second, disturbed row of the same batch adds noise of one rounding to the
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from stages.core.records import StoredCopy
 from stages.engines.interface import Logits
-from stages.engines.reference.attention import Block, BlockView, Copies, Finite, Sources
-from stages.engines.reference.cache import LayerStorage, Storage, one_pass
+from stages.engines.reference.attention import Block, BlockView, Copies, FiniteCheck, Sources
+from stages.engines.reference.cache import LayerStorage, Storage, one_pass_sources
 from stages.engines.reference.formats import dequantize
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.policy import KVPolicy, Side
@@ -35,7 +35,7 @@ SMALLEST = 1e-30
 class Errors:
     """Errors of stored vectors, relative to the length of the computed vector.
 
-    An error is the distance from the computed vector, minus the distance of the nearest codes from it. The error of the
+    An error is the stored vector's distance from the computed vector, minus the distance of the nearest codes. The error of the
     nearest codes is 0. If a number lies halfway between two codes, the error of both is almost 0.
     """
 
@@ -60,7 +60,7 @@ class Replay:
     disturbed: Logits
     """Logits (rows, V) over the same cache, with disturbed activations; `logits` itself if they were not computed."""
     errors: list[dict[Side, Errors]]
-    """Errors by layer, for the copies that the engine showed."""
+    """Errors by layer, for the copies that the engine returned."""
 
     def tail(self, rows: int) -> "Replay":
         """Return a replay with only the last `rows` rows of logits."""
@@ -87,7 +87,7 @@ class OnePassView(BlockView):
         blocks: Sequence[Block],
         shown: Sequence[Mapping[Side, StoredCopy]] = (),
         undisturbed: "OnePassView | None" = None,
-        finite: Finite | None = None,
+        finite: FiniteCheck | None = None,
         origin: "tuple[OnePassView, int] | None" = None,
     ) -> None:
         """Prepare a row.
@@ -114,7 +114,7 @@ class OnePassView(BlockView):
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
         if self.finite is not None:
-            self.finite.note(layer, key, value)
+            self.finite.record(layer, key, value)
         self.errors.append({})
         self.computed.clear()
         if self.origin is not None:
@@ -124,7 +124,7 @@ class OnePassView(BlockView):
         return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
-        sources = one_pass(self.policy, self.storages[layer], base, x)
+        sources = one_pass_sources(self.policy, self.storages[layer], base, x)
         copies = self.shown[layer] if self.shown else {}
         if base in copies and sources.base is not None:
             sources = sources._replace(base=self._replace_codes(layer, base, sources.base, x, copies[base]))
@@ -146,11 +146,11 @@ class OnePassView(BlockView):
         stored[:, lost] = copies.tokens[:, part][:, lost]
         if self.undisturbed is None:
             self.computed[side] = x, copies.tokens
-            error = _excess(stored, x[:, part], copies.tokens[:, part])
+            error = _excess_error(stored, x[:, part], copies.tokens[:, part])
             self.errors[layer][side] = Errors(copy.first, error, torch.zeros_like(error))
         else:
             exact, nearest = self.undisturbed.computed[side]
-            error = _excess(copies.tokens[:, part], exact[:, part], nearest[:, part])
+            error = _excess_error(copies.tokens[:, part], exact[:, part], nearest[:, part])
             error[:, lost] = 0
             errors = self.undisturbed.errors[layer]
             errors[side] = replace(errors[side], disturbed=error)
@@ -159,8 +159,8 @@ class OnePassView(BlockView):
         return Copies(joined)
 
 
-def _excess(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
-    """Return (H, n): how much farther `stored` is from `exact` than `nearest` is, relative to the length of `exact`."""
+def _excess_error(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
+    """Return how much farther `stored` is from `exact` than `nearest` is, relative to the length of `exact`: (H, n)."""
     far, near = ((x - exact).norm(dim=-1) for x in (stored, nearest))
     excess: Tensor = (far - near) / exact.norm(dim=-1).clamp(min=SMALLEST)
     return excess.nan_to_num(nan=torch.inf)
@@ -182,8 +182,8 @@ def read_copy(copy: StoredCopy, storage: Storage, device: torch.device) -> Tenso
 
 
 @contextmanager
-def disturbed(model: Any, rounding: float) -> Iterator[None]:
-    """Add normal noise to the output of every layer in the batch's second half, within this context."""
+def disturb_layers(model: Any, rounding: float) -> Iterator[None]:
+    """Within this context, add normal noise to every layer's output in the second half of the batch."""
     generator = torch.Generator(model.device).manual_seed(0)
 
     def disturb(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (torch's signature)

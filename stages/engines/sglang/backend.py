@@ -1,4 +1,4 @@
-"""backend=sglang: its interpreter, the policies that its cache stores, and its bundle: the checkpoint and a serving command."""
+"""backend=sglang: its interpreter, the policies that its cache supports, and its bundle (a checkpoint and a command)."""
 
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
 from stages.policies.policy import KVPolicy
 
-READ_RELEASE = "0.5.23"
+CHECKED_RELEASE = "0.5.23"
 """The release that the worker was checked against."""
 PROGRAM = Program(
     "sglang",
     "SGLang",
     Path(worker.__file__).with_name("kvgate_sglang_worker.py"),
     "on a machine with CUDA 13 and an NVIDIA GPU give the python of an environment with pip install "
-    f"sglang=={READ_RELEASE}, or python3 where kvgate runs in the container lmsysorg/sglang:v{READ_RELEASE}",
+    f"sglang=={CHECKED_RELEASE}, or python3 where kvgate runs in the container lmsysorg/sglang:v{CHECKED_RELEASE}",
     {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "SGLANG_USE_MODELSCOPE": "0"},
-    read=(READ_RELEASE,),
+    checked_releases=(CHECKED_RELEASE,),
 )
 COMMAND_FILE = "launch.txt"
 
@@ -37,12 +37,12 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
         reason = f"an unquantized cache must use backend.dtype={config.dtype}"
     if reason is None and key.code.sglang is not None and key.scale == "uncalibrated" and key.rotation == "none":
         return key.code.sglang
-    reason = reason or f"{describe_format(key)} is not supported by this engine, or needs scales, which are not passed to it"
+    reason = reason or f"{describe_format(key)} is not supported by this engine, or needs scales, which it does not receive"
     raise UserError(cannot_hold(policy, "sglang", reason, "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"))
 
 
 def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
-    """Return the arguments of serving. The configuration uses the names of SGLang's ServerArgs."""
+    """Return the server's arguments, under the names of SGLang's ServerArgs."""
     configured = config.model_dump(exclude={"name", "python"}, exclude_none=True)
     return {**configured, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}
 
@@ -53,7 +53,7 @@ class SglangBackend(InterpreterBackend[SglangConfig]):
     program = PROGRAM
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse policies that SGLang's cache does not support, and a missing interpreter or GPU."""
+        """Check that SGLang's cache supports the policy, and that the interpreter and the GPU exist."""
         if not job.builds:
             return
         cache_dtype(job.policy, self.config)
@@ -62,7 +62,7 @@ class SglangBackend(InterpreterBackend[SglangConfig]):
             raise MissingRequirement(f"backend.python={self.config.python}: SGLang finds no GPU there; {PROGRAM.hint}")
 
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
-        """Write the checkpoint and the command. All scales, if there are any, are 1.0."""
+        """Write the checkpoint and the command. A policy of this backend has no scales, or scales of 1.0."""
         copy_linking_weights((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
         arguments = server_args(self.config, cache_dtype(policy, self.config))
         resolve(self.interpreter, out / CHECKPOINT, "server_args", arguments)

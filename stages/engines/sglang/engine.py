@@ -20,7 +20,7 @@ EVALUATION = {
     "skip_tokenizer_init": True,
     "log_level": "error",
 }
-"""Further server arguments of an evaluation. Prompts are not reused from the cache, and steps do not overlap, because a logits
+"""Additional server arguments of an evaluation. Prompts are not reused from the cache. Steps do not overlap, because a logits
 processor would see each token one step late."""
 
 
@@ -35,7 +35,7 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
 
     def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
         super().__init__(bundle, config)
-        self._arguments = {**self._described.arguments, **EVALUATION}
+        self._arguments = {**self._record.arguments, **EVALUATION}
         self.prefill_chunk = int(self._arguments["chunked_prefill_size"])
         self.logit_step = LOGIT_STEP[str(self._arguments["dtype"])]
 
@@ -45,7 +45,7 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
             used = worker.call("facts", Resolved).arguments
             expected = self._arguments["kv_cache_dtype"]
             if expected != "auto" and used.get("kv_cache_dtype", expected) != expected:
-                raise worker.refusal(f"made {used['kv_cache_dtype']} of a cache of type {expected}")
+                raise worker.refusal(f"uses a cache of type {used['kv_cache_dtype']} instead of {expected}")
         except BaseException:
             worker.close()
             raise

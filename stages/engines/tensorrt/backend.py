@@ -46,11 +46,11 @@ class PlanBackend(Backend[C], Generic[C]):
         return Source(bundle.path, bundle.digest)
 
     def run_parts(self) -> dict[str, object]:
-        """Return everything that running a plan depends on: the library and its version."""
+        """Return the library and its version, on which running a plan depends."""
         return {"library": self.library, "versions": {self.library: load(self.library).version}}
 
     def run_libraries(self) -> tuple[str, ...]:
-        """Return torch, which holds the pool and captures CUDA graphs."""
+        """Return torch, which allocates the pool and captures CUDA graphs."""
         return ("torch",)
 
     def load(self, bundle: Path) -> Engine:
@@ -65,7 +65,7 @@ class PlanBackend(Backend[C], Generic[C]):
         return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
 
     def _check_extents(self, job: Job, native: Callable[[KVPolicy], Iterable[int]]) -> None:
-        """Refuse sizes that TensorRT cannot address. `native` returns the layers of a policy that keep their function body."""
+        """Raise UserError for sizes that TensorRT cannot address. `native`: policy -> layers that keep their function body."""
         from stages.engines.tensorrt.shapes import check_extents
 
         for policy in built_policies(job):
@@ -114,7 +114,7 @@ class TensorRTBackend(PlanBackend[TensorRTConfig]):
     library = "tensorrt"
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse a missing library, GPU or CUDA build of torch, and a missing Triton if a plan needs the plugin."""
+        """Check that the library, a GPU and a CUDA build of torch exist, and Triton if a plan needs the plugin."""
         refuse_caches(job)
         if not job.builds:
             return
@@ -143,7 +143,7 @@ def built_policies(job: Job) -> list[KVPolicy]:
 
 
 def refuse_caches(job: Job) -> None:
-    """Raise UserError if TensorRT lacks a type, or if the policy or the model does not keep and attend to all tokens.
+    """Raise UserError if TensorRT lacks a type, or if a layer does not attend to all tokens.
 
     The engine derives positions from its pages, so it cannot skip tokens.
     """
@@ -152,7 +152,7 @@ def refuse_caches(job: Job) -> None:
     for key, form in policy.formats:
         if form.code.storage.onnx not in TENSOR_TYPES:
             raise UserError(
-                f"kv.{key}.dtype={form.dtype}: TensorRT has no type {form.code.storage.onnx}; choose another, or "
+                f"kv.{key}.dtype={form.dtype}: TensorRT has no type {form.code.storage.onnx}; choose another type, or "
                 f"backend=onnxruntime, which runs kv={policy.name}"
             )
     refuse_other_attention(job.checkpoint, "plans read every page of a sequence")
@@ -170,20 +170,20 @@ def refuse_targets(policy: KVPolicy, targets: list[int]) -> None:
         return
     for key, form in policy.formats:
         if FP8 in (form.code.storage.onnx, form.code.scale_storage.onnx):
-            fix = f"set backend.compute_capabilities={str(fit).replace(' ', '')}" if fit else "name others"
+            fix = f"set backend.compute_capabilities={str(fit).replace(' ', '')}" if fit else "name other GPUs"
             raise UserError(
-                f"backend.compute_capabilities={str(targets).replace(' ', '')}: kv.{key}.dtype={form.dtype} takes FP8, which "
-                f"GPUs have from {FIRST_FP8} on; {fix}, or choose a policy without it, such as kv=int8"
+                f"backend.compute_capabilities={str(targets).replace(' ', '')}: kv.{key}.dtype={form.dtype} needs FP8, which "
+                f"GPUs have from {FIRST_FP8} on; {fix}, or choose a policy without FP8, such as kv=int8"
             )
 
 
 def cuda_gpu() -> dict[str, str]:
-    """Return the GPU that plans are built on and for, CUDA's first. Raises MissingRequirement if there is no GPU."""
+    """Return CUDA's first GPU, on which and for which plans are built. Raises MissingRequirement if there is no GPU."""
     devices = gpus()
     if not devices:
         raise MissingRequirement(
-            "backend=tensorrt builds on the GPU that the plans are for, and this machine has none with a driver "
-            "(nvidia-smi); backend=tensorrt_rtx builds without one"
+            "backend=tensorrt builds plans on the GPU that will run them, and this machine has no GPU with a driver "
+            "(nvidia-smi); backend=tensorrt_rtx builds without a GPU"
         )
     name, capability = used_gpu("tensorrt")
     return {"name": name, "compute_cap": capability, "driver_version": devices[0]["driver_version"]}

@@ -1,7 +1,7 @@
 """Builds a bundle of TensorRT plans from the graphs of an ONNX bundle.
 
-plugin.py changes the graphs for backend=tensorrt. It is a separate module so that plans for TensorRT for RTX do not depend on
-the plugin's code.
+plugin.py changes the graphs for backend=tensorrt. It is a separate module, so that the keys of TensorRT for RTX's plans do not
+contain the plugin's code.
 """
 
 import re
@@ -20,7 +20,7 @@ from stages.core.records import Progress
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, begin_bundle, open_bundle, write_bundle
 from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle, ModelInfo
-from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, as_inputs
+from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, weights_to_inputs
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.shapes import PlanLimits, Range, prefill_rows
 from stages.policies.policy import POLICY_FILE, KVPolicy
@@ -32,7 +32,7 @@ NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
 }
 
 CLEARED_FLAGS = ("TF32",)
-"""Cleared so that a float32 graph is computed in float32, as ONNX Runtime does."""
+"""Cleared so that float32 graphs are computed in float32, as by ONNX Runtime."""
 
 SET_FLAGS: dict[Name, tuple[str, ...]] = {
     "tensorrt_rtx": ("STRICT_NANS", "REQUIRE_USER_ALLOCATION"),
@@ -42,7 +42,7 @@ SET_FLAGS: dict[Name, tuple[str, ...]] = {
 values. REQUIRE_USER_ALLOCATION: the build fails if a plan would allocate memory in a run, which CUDA graphs cannot capture."""
 
 TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
-"""TensorRT's message that names the GPUs without a type."""
+"""Matches TensorRT's message that names the GPUs which lack a type."""
 
 
 class GraphRefusal(Exception):
@@ -100,7 +100,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int]) -
         config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):
         if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{target}"), index):
-            raise GraphRefusal(f"it has no target SM{target}: {_last(library.take_errors())}")
+            raise GraphRefusal(f"the library has no target SM{target}: {_last(library.take_errors())}")
     profile = parsed.builder.create_optimization_profile()
     for tensor in parsed.inputs:
         sizes = [ranges[d] if isinstance(d, str) else Range(d, d) for d in tensor.shape]
@@ -121,7 +121,7 @@ def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: 
     if lacking and without:
         return UserError(
             f"backend.compute_capabilities={list(targets)}: {title} refuses the graph of kv={policy.name}: {refused}; "
-            f"leave the others out: backend.compute_capabilities={str(without).replace(' ', '')}"
+            f"set backend.compute_capabilities={str(without).replace(' ', '')}"
         )
     return UserError(
         f"kv={policy.name}: {title} refuses its graph: {refused}; choose other formats, or backend=onnxruntime, which runs it"
@@ -142,7 +142,7 @@ def _last(lines: list[str]) -> str:
 
 
 GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, PlanLimits], tuple[Mapping[Mode, Path], dict[int, str]]]
-"""Writes replacements of a bundle's graphs to a folder. Returns the new graphs, and the reason for every layer that keeps its
+"""Function that writes changed graphs of a bundle to a folder. Returns the graphs, and the reason for each layer that keeps its
 function body instead of the plugin."""
 
 
@@ -207,8 +207,8 @@ def build_bundle(
 
 
 def _without_weights(graph: Path, out: Path) -> list[Weight]:
-    """Write a copy of a graph with weights as inputs, and return the weights."""
+    """Write a copy of a graph in which the weights are inputs; return the weights."""
     model = onnx.load(graph, load_external_data=False)
-    weights = as_inputs(model)
+    weights = weights_to_inputs(model)
     onnx.save(model, out)
     return weights

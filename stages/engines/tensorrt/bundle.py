@@ -1,8 +1,8 @@
 """The bundle of TensorRT plans on disk, and the weights of its plans.
 
-Both plans take the weights as inputs, bound to the same tensors, so the weights are in GPU memory once. The alternatives do not
+The weights are inputs of both plans, bound to the same tensors, so they are in GPU memory only once. The alternatives do not
 achieve this:
-- Weights as constants: TensorRT shares constants between the contexts and profiles of one engine, not between two engines.
+- Constants: TensorRT shares them between the contexts and profiles of one engine, not between two engines.
 - Refitting copies the weights into an engine.
 - One engine with a prefill profile and a decode profile would need both kinds of attention behind a conditional, and stream
   capture may not support control flow on the device.
@@ -21,22 +21,22 @@ from stages.core.strict import StrictModel
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
-from stages.engines.onnx.weights import casts
+from stages.engines.onnx.weights import cast_nodes
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.policy import KVPolicy
 
 PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 
 
-STORED = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
-"""torch's type by ONNX's type name."""
+TORCH_TYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
+"""ONNX's type name -> torch's type."""
 
 
 class Weight(StrictModel):
     """One tensor of `weights.bin`."""
 
     name: str
-    """Name of the plans' input."""
+    """Name of the input of the plans."""
     stored: str
     """ONNX's name of the type in the file."""
     dtype: str
@@ -60,7 +60,7 @@ class PlanRecord(Bundle):
     built_for: BuiltFor
     """Library, version, and compute capabilities that the plans have code for."""
     native: dict[str, str]
-    """Reason why a layer keeps its function body, by layer; empty in a build without the plugin."""
+    """Layer -> why it keeps its function body; empty in a build without the plugin."""
     weights: list[Weight]
     """Inputs of the plans whose values are in `weights.bin`."""
     max_batch: int
@@ -76,13 +76,13 @@ class PlanRecord(Bundle):
         return PlanLimits(policy, self.max_batch, self.max_tokens, self.prefill_rows)
 
 
-def as_inputs(model: onnx.ModelProto) -> list[Weight]:
-    """Turn a graph's external tensors into inputs, in place, and return them.
+def weights_to_inputs(model: onnx.ModelProto) -> list[Weight]:
+    """Make a graph's external tensors inputs, in place, and return them.
 
-    If the file stores a tensor in 16 bits, the input has the type that the graph computes with: loading widens the tensor.
+    If the file stores a tensor in 16 bits, the input has the graph's wider type, and loading widens the tensor.
     """
     graph, weights, constants = model.graph, [], []
-    widening = casts(graph)
+    widening = cast_nodes(graph)
     for tensor in graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             constants.append(tensor)
@@ -107,8 +107,8 @@ def load_weights(bundle: Path, weights: Sequence[Weight], device: torch.device) 
     data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     loaded = {}
     for weight in weights:
-        stored = STORED[weight.stored]
+        stored = TORCH_TYPES[weight.stored]
         size = stored.itemsize * torch.Size(weight.shape).numel()
         values = data[weight.offset : weight.offset + size].view(stored).view(weight.shape)
-        loaded[weight.name] = values.to(device, STORED[weight.dtype])
+        loaded[weight.name] = values.to(device, TORCH_TYPES[weight.dtype])
     return loaded

@@ -40,7 +40,7 @@ class TensorRTRTXConfig(PlanConfig):
 
     @field_validator("compute_capabilities", mode="before")
     @classmethod
-    def _is_a_list(cls, value: object) -> object:
+    def _check_list(cls, value: object) -> object:
         if type(value) is int:
             raise PydanticCustomError("one_target", "is a list: write [{target}]", {"target": value})
         return value

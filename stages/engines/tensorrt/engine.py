@@ -1,4 +1,4 @@
-"""The engine that runs TensorRT plans on a GPU, with the steps and pages of the ONNX engine."""
+"""The engine that runs TensorRT plans on a GPU. Steps and pages work as in the ONNX engine."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
 from stages.engines.interface import Logits
 from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.onnx.graph_engine import PagedEngine
-from stages.engines.staging import aligned
+from stages.engines.staging import allocate_aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load, used_gpu
 from stages.engines.tensorrt.pool import TorchPool
@@ -58,7 +58,7 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
 
 
 class PlanEngine(PagedEngine):
-    """The engine on TensorRT. The graphs read the pool in place, and a step stores its own tokens."""
+    """The engine on TensorRT. The graphs read the pool in place, and a step stores its tokens on the device."""
 
     pool: TorchPool
 
@@ -82,7 +82,7 @@ class PlanEngine(PagedEngine):
             try:
                 weights = load_weights(directory, bundle.weights, device.torch_device)
                 pool = TorchPool(limits, bundle.shape, device.torch_device)
-                memory = aligned(activations, device.torch_device)
+                memory = allocate_aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise _too_large(limits, bundle.shape, activations) from error
             chunk = min(PREFILL_CHUNK, limits.chunk)
@@ -122,7 +122,7 @@ class PlanEngine(PagedEngine):
         return values
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """Prefill prompts as ChunkedEngine does, but with chunks of several prompts in one run."""
+        """Prefill prompts like ChunkedEngine, but with chunks of several prompts in one run."""
         handles: list[int] = []
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         done = [0] * len(prompts)
@@ -148,7 +148,7 @@ class PlanEngine(PagedEngine):
         return self._run_chunks(mode, handles, ids, [ids.shape[1]] * len(handles))
 
     def _run_chunks(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64], sizes: Sequence[int]) -> Logits:
-        """Run a step as PagedEngine's `_run` does, at a padded shape.
+        """Run a step like PagedEngine's `_run`, at a padded shape.
 
         Row b of `ids` has `sizes[b]` tokens; the longest row has no padding. Padding rows have an empty cache.
         Padding columns are masked, or follow the last token.
@@ -178,7 +178,7 @@ class PlanEngine(PagedEngine):
         return logits[:batch].astype(np.float32)  # a copy, because the next step overwrites the results
 
     def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
-        """Return the sizes that a run is padded to, by dimension."""
+        """Return dimension -> the size that a run is padded to."""
         limits = self._limits
         return {
             "B": bucket(batch, limits.prefill_rows if mode == "prefill" else limits.max_batch),
@@ -192,7 +192,7 @@ def _too_large(limits: PlanLimits, shape: KVShape, activations: int) -> UserErro
     policy = limits.policy
     pool = policy.pool_bytes(shape, limits.pages) + policy.exact_bytes(shape, limits.max_batch)
     return UserError(
-        f"backend.max_batch={limits.max_batch}, backend.max_tokens={limits.max_tokens}: the GPU has no room for the cache of "
-        f"so many sequences of such a length ({pool / GIB:.1f} GiB) and the plans' activations ({activations / GIB:.1f} GiB) "
-        "beside the weights; lower one of the two and build again, or free the GPU's memory"
+        f"backend.max_batch={limits.max_batch}, backend.max_tokens={limits.max_tokens}: the GPU's memory is too small for the "
+        f"cache ({pool / GIB:.1f} GiB) and the plans' activations ({activations / GIB:.1f} GiB) in addition to the weights; "
+        "lower one of the two keys and build again, or free GPU memory"
     )

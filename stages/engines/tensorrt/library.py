@@ -1,4 +1,4 @@
-"""Imports TensorRT or TensorRT for RTX, which have the same Python API. Other modules of `stages/engines` never import them."""
+"""Imports TensorRT or TensorRT for RTX, which have the same Python API. No other module of `stages/engines` imports them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ RANGES: dict[Name, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensorrt": ((10, 14), (12, 0)),
     "tensorrt_rtx": ((1, 7), (1, 8)),
 }
-"""The first supported release, which has all calls that kvgate uses, and the first refused release, whose bindings were not
+"""The first supported release, which has all calls that kvgate uses, and the first later release whose bindings were not
 checked. tests/contract/test_tensorrt_facts.py reads the bindings of TensorRT 10.14 to 11.4 and TensorRT for RTX 1.7."""
 
 TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
@@ -71,13 +71,13 @@ def load(name: Name) -> Library:
 
 
 def used_gpu(backend: Name) -> tuple[str, str]:
-    """Return name and compute capability of CUDA's GPU. Raises MissingRequirement if torch cannot use a GPU."""
+    """Return name and compute capability of CUDA's current GPU. Raises MissingRequirement if torch cannot use a GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        here = " and ".join(gpu["name"] for gpu in gpus())
+        names = " and ".join(gpu["name"] for gpu in gpus())
         raise MissingRequirement(
-            f"backend={backend}: torch {torch.__version__} cannot use the GPU here ({here}): install a CUDA build of torch "
+            f"backend={backend}: torch {torch.__version__} cannot use the GPU here ({names}): install a CUDA build of torch "
             "(pip install torch --index-url https://download.pytorch.org/whl/cu130)"
         )
     major, minor = torch.cuda.get_device_capability()
@@ -85,7 +85,7 @@ def used_gpu(backend: Name) -> tuple[str, str]:
 
 
 def _collector(trt: Any) -> Any:
-    """Return a logger that collects errors: failing calls return None or False, and the reason is only in the log."""
+    """Return a logger that collects errors. Calls that fail return None or False, and log the reason."""
 
     class Collector(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

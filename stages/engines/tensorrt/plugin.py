@@ -1,6 +1,6 @@
 """backend=tensorrt: plans with the attention plugin. Two plugin nodes replace every kv.PagedAttention_N of the graphs.
 
-TensorRT does not compile the plugin's kernels. They are Triton's PTX, compiled here ahead of time and stored in the plan, so
+TensorRT does not compile the plugin's kernels: Triton compiles them ahead of time, and the plan contains their PTX. So
 the plan needs neither Python nor a plugin library to run.
 
 An ahead-of-time plugin can launch only one kernel. Attention over parts of sequences and the reduction of its partial results
@@ -44,17 +44,17 @@ PLUGIN_VERSION = "1"
 
 def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **arguments: Any) -> None:
     """Write a bundle of plans with the plugin for a GPU. Takes the arguments of `build.build_bundle`."""
-    adapt = partial(with_plugin, sm=sm_number(gpu["compute_cap"]))
+    adapt = partial(insert_plugin, sm=sm_number(gpu["compute_cap"]))
     build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **arguments)
 
 
-def with_plugin(
+def insert_plugin(
     graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: PlanLimits, *, sm: int
 ) -> tuple[Mapping[Mode, Path], dict[int, str]]:
     """Put the plugin into the layers that the kernels support, and write the graphs without weights to `folder`.
 
     Returns:
-        The new graphs, or the given ones if the kernels support no layer; and the reason by unsupported layer.
+        The new graphs, or `graphs` if the kernels support no layer; and layer -> reason for the unsupported layers.
     """
     layers = choose_layers(limits.policy, info.shape, info.q_heads)
     native = {layer: str(refusal) for layer, refusal in layers.refusals.items()}
@@ -62,21 +62,21 @@ def with_plugin(
         return graphs, native
     register()
     counts = default_counts(list(layers.layouts.values()), info, limits, sm)
-    written = {mode: folder / graph.name for mode, graph in graphs.items()}
+    outputs = {mode: folder / graph.name for mode, graph in graphs.items()}
     for mode, graph in graphs.items():
         model = onnx.load(graph, load_external_data=False)
         use_plugin(model, info, limits.policy, mode, programs=counts[mode], sm=sm)
-        onnx.save(model, written[mode])
-    return written, native
+        onnx.save(model, outputs[mode])
+    return outputs, native
 
 
 def register() -> None:
-    """Register the plugin's operations with TensorRT. The import does so once per process: TensorRT refuses a second time."""
+    """Register the plugin's operations with TensorRT by an import, which runs once per process: TensorRT refuses duplicates."""
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
 def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: PlanLimits, sm: int) -> dict[Mode, int]:
-    """Return the counts that fill this GPU, as the minimum over all layouts.
+    """Return the counts that fill this GPU: the minimum over all layouts.
 
     For decode: programs over a KV head's pages. For prefill: splits over a sequence's pages for a whole chunk.
     """
@@ -107,7 +107,7 @@ def use_plugin(
     but the graph orders them by head. Transposes are inserted before the plugin; they cancel out with the decoder's own.
 
     Returns:
-        The replaced layers, and the reasons why the others were not replaced.
+        The replaced layers, and the reasons why other layers were not replaced.
     """
     layers = choose_layers(policy, info.shape, info.q_heads)
     decode = mode == "decode"
@@ -125,26 +125,26 @@ def use_plugin(
             # The number of exact tokens is the policy's, so the work list is the same in every layer.
             attributes = attributes_of(PLAN, setting, programs)
             model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
-        turned = []
+        transposes = []
         for role in () if decode else ("query", "key", "value"):
             by_token = f"{role}.by_token.{layer}"
-            turned.append(helper.make_node("Transpose", [names[role]], [by_token], name=by_token, perm=[0, 2, 1, 3]))
+            transposes.append(helper.make_node("Transpose", [names[role]], [by_token], name=by_token, perm=[0, 2, 1, 3]))
             names[role] = by_token
-        attending = node_of("decode_partial" if decode else "context_partial", layout)
+        attention = node_of("decode_partial" if decode else "context_partial", layout)
         join = REDUCE if decode else CONTEXT_REDUCE
-        sums = {name: f"{name}.{layer}" for name in attending.outputs}
-        taken = [names[name] for name in attending.inputs]
-        attend = plugin_node(attending, taken, list(sums.values()), attributes_of(attending, setting, programs), layer)
+        sums = {name: f"{name}.{layer}" for name in attention.outputs}
+        inputs = [names[name] for name in attention.inputs]
+        attend = plugin_node(attention, inputs, list(sums.values()), attributes_of(attention, setting, programs), layer)
         parts = [(names | sums)[name] for name in join.inputs]
-        joined = plugin_node(join, parts, list(node.output), attributes_of(join, setting, programs), layer)
-        _replace(model, node, [*turned, attend, joined])
+        reduce = plugin_node(join, parts, list(node.output), attributes_of(join, setting, programs), layer)
+        _replace(model, node, [*transposes, attend, reduce])
     return layers
 
 
 def _attention(
     model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode
 ) -> tuple[onnx.NodeProto, dict[str, str]]:
-    """Return a layer's attention node, and the names of its input tensors by their names in its function."""
+    """Return a layer's attention node, and input name of its function -> tensor name in the graph."""
     function = layer_function("PagedAttention", layer)
     (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
     spec = AttentionSpec(info, policy, layer, mode)

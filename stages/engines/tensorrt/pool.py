@@ -1,6 +1,6 @@
-"""The paged pool on a GPU: the pages and tables of the ONNX engine, in torch tensors whose addresses never change.
+"""The paged pool on a GPU: like the pool of the ONNX engine, but in torch tensors whose addresses never change.
 
-A step writes its new tokens to their places on the device. Arrays of one name, type and shape are stacked in one tensor, and so
+A step writes its new tokens on the device. Arrays with the same name, type and shape are stacked in one tensor, and so
 are the plan's outputs for these arrays. One launch after the plan therefore writes the tokens of all layers.
 
 Shapes: l layers, B sequences, S new tokens per sequence, T = B * S, H KV heads, N pages or buffers, W elements of a token.
@@ -18,7 +18,7 @@ from stages.core.errors import UserError
 from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.paged.pool import Indices, PagedPool
 from stages.engines.paged.sequences import PageAllocator
-from stages.engines.staging import Section, saturated_product, stacked
+from stages.engines.staging import Section, allocate_stacked, saturated_product
 from stages.engines.tensorrt.session import PlanStep
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.policy import KVShape
@@ -41,7 +41,7 @@ class TorchPool(PagedPool):
         self.limits, self.device = limits, device
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
-        """Factors (l, 1, 1, 1) of the must-fail control on written numbers, by the first name of a stack."""
+        """First name of a stack -> the must-fail control's factors (l, 1, 1, 1) on written numbers."""
         super().__init__(limits.policy, shape, limits.pages)
         for allocator, capacity in (
             (self.pages, limits.pages),
@@ -53,8 +53,8 @@ class TorchPool(PagedPool):
     def start(self) -> int:
         if not self.buffers.free_count:
             raise UserError(
-                f"backend.max_batch={self.limits.max_batch}: the engine was built for so many sequences at once; raise it and "
-                "build again, or ask for fewer at once (workloads.batch_size, workloads.load.batch)"
+                f"backend.max_batch={self.limits.max_batch}: the engine supports no more sequences at once; raise it and "
+                "build again, or lower workloads.batch_size or workloads.load.batch"
             )
         return super().start()
 
@@ -62,7 +62,7 @@ class TorchPool(PagedPool):
         longest = max(self.length(handle) for handle in handles) + tokens
         if longest > self.limits.max_tokens:
             raise UserError(
-                f"backend.max_tokens={self.limits.max_tokens}: a sequence would get {longest} tokens; raise it and build again"
+                f"backend.max_tokens={self.limits.max_tokens}: a sequence would have {longest} tokens; raise it and build again"
             )
         super().reserve(handles, tokens)
 
@@ -72,7 +72,7 @@ class TorchPool(PagedPool):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The pool's arrays, with the static type of tensors."""
+        """The pool's arrays, typed as tensors."""
         return cast(dict[str, torch.Tensor], self.arrays)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -81,7 +81,7 @@ class TorchPool(PagedPool):
         return torch.zeros(shape, dtype=kind, device=self.device)
 
     def window_state(self, handles: Sequence[int]) -> list[Any]:
-        """Return a snapshot of the windows, which `places` moves, for `restore`."""
+        """Return a snapshot of the windows for `restore`, because `places` moves them."""
         if self.policy.window is None:
             return []
         rows = [self.sequences[handle] for handle in handles]
@@ -106,7 +106,7 @@ class TorchPool(PagedPool):
             if self._allocators[name] is allocator:
                 stacks.setdefault((name.partition(".")[0], array.dtype, array.shape[1:]), []).append(name)
         for (_, dtype, shape), names in stacks.items():
-            tensor = stacked(len(names), (capacity, *shape), dtype, self.device)
+            tensor = allocate_stacked(len(names), (capacity, *shape), dtype, self.device)
             self.stacks.append(Stack(names, tensor, allocator))
             self.arrays |= dict(zip(names, tensor, strict=True))
 
@@ -117,7 +117,7 @@ class TorchPool(PagedPool):
 
     @property
     def _kinds(self) -> dict[str, tuple[PageAllocator, int]]:
-        """Lists of places by input name: (allocator of the arrays, index among the allocator's lists)."""
+        """Input name of a list of places -> (allocator of the arrays, index among the allocator's lists)."""
         exact = bool(self.policy.sink_tokens) + bool(self.policy.recent_tokens)
         counts = {"page": (self.pages, 1), "window": (self.window_pages, self.policy.window is not None)}
         counts["buffer"] = (self.buffers, exact)
@@ -129,7 +129,7 @@ class TorchPool(PagedPool):
         }
 
     def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
-        """Return the inputs for the writes after the plan: (3, T) indices per list of places, and counts without padding."""
+        """Return the inputs of the writes after the plan: (3, T) indices per list of places, and the counts without padding."""
         places: dict[str, Section] = dict.fromkeys(self._kinds, (torch.int64, (3, sizes["B"] * sizes["S"])))
         counts = {"tokens": sizes["B"], "stored_places": len(places)}
         return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
@@ -137,7 +137,7 @@ class TorchPool(PagedPool):
     def put_places(self, step: PlanStep, handles: Sequence[int], tokens: Sequence[int]) -> None:
         """Set the places of the next `tokens[i]` tokens of every sequence i.
 
-        A list is padded with its first place, which is then written several times with the same value. An empty list is not
+        A list is padded with its first place, so that the same value is written there again. An empty list is not
         used.
         """
         columns = step.inputs["input_ids"].shape[1]
@@ -161,7 +161,7 @@ class TorchPool(PagedPool):
         step.put("stored_places", np.array(counts, np.int32))
 
     def results(self, step: PlanStep) -> Sequence[torch.Tensor]:
-        """Return tensors for the logits (B, V) float32 and for the flag whether the tokens were stored."""
+        """Return tensors for the logits (B, V) float32, and for the flag that the tokens were stored."""
         logits = torch.zeros(step.outputs["logits"].shape, dtype=torch.float32, device=self.device)
         return logits, torch.zeros((), dtype=torch.bool, device=self.device)
 
@@ -177,13 +177,13 @@ class TorchPool(PagedPool):
             for i, (name, (allocator, _)) in enumerate(self._kinds.items()):
                 if allocator is stack.allocator:
                     chosen, number, slot = step.inputs[name]
-                    used = stored & (step.inputs["stored_places"][i] > 0)
-                    self._write_stack(stack, tokens[:, chosen], number, slot, used)
+                    writes = stored & (step.inputs["stored_places"][i] > 0)
+                    self._write_stack(stack, tokens[:, chosen], number, slot, writes)
 
     def _write_stack(
         self, stack: Stack, new: torch.Tensor, number: torch.Tensor, slot: torch.Tensor, stored: torch.Tensor
     ) -> None:
-        """Write `new` (l, T, H, W). If `stored` is false, rewrite the old values instead, so that the host need not decide."""
+        """Write `new` (l, T, H, W), or the old values again if `stored` is false, so that the host need not wait to decide."""
         if stack.names[0] in self._factors:
             new = saturated_product(new, self._factors[stack.names[0]])
         # (T, l, H, W): indices on both sides of a slice put their dimension first.
@@ -191,7 +191,7 @@ class TorchPool(PagedPool):
         stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), current)
 
     def set_faults(self, faults: Mapping[str, float]) -> None:
-        """Set the factors on numbers that will be written to these arrays."""
+        """Set array -> factor for all numbers that will be written."""
         for stack in self.stacks:
             if any(name in faults for name in stack.names):
                 factors = [faults.get(name, 1.0) for name in stack.names]

@@ -1,7 +1,7 @@
-"""One plan on a GPU: tensors bound by address, an execution context per shape, and decode steps as CUDA graphs.
+"""A plan on a GPU: tensors bound by address, an execution context per shape, and decode steps as CUDA graphs.
 
 A captured graph contains the addresses and the shape of its capture, and becomes invalid with its context. So every shape has
-its own context, inputs and outputs, and the number of shapes is kept small (`shapes.bucket`). All contexts share one activation
+its own context, inputs and outputs, and `shapes.bucket` keeps the number of shapes small. All contexts share one activation
 memory, because everything runs on one stream.
 
 The pool's work on a run's outputs (`TorchPool.consume`) is part of the run and of its graph: the host fills one buffer before
@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.engines.staging import ALIGNMENT, StagedInputs, StepResults, stacked
+from stages.engines.staging import ALIGNMENT, StagedInputs, StepResults, allocate_stacked
 from stages.engines.tensorrt.bundle import GraphTensor
 from stages.engines.tensorrt.library import Library
-from stages.engines.tensorrt.shapes import padded
+from stages.engines.tensorrt.shapes import pad
 
 DTYPES = {
     "FLOAT": torch.float32,
@@ -34,7 +34,7 @@ DTYPES = {
 
 
 class CudaDevice:
-    """The current GPU and a separate stream, because TensorRT synchronizes the whole device on the default stream."""
+    """The current GPU and a separate stream. On the default stream TensorRT would synchronize the whole device."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -72,11 +72,11 @@ class PlanStep:
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
-        """Stacked outputs (number of outputs, *shape), in the order of the pool's families."""
+        """Stacked outputs (number of outputs, *shape), in the order of `pool.families`."""
         for names in session.pool.families:
             first = session.outputs[names[0]]
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
-            self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
+            self.families.append(allocate_stacked(len(names), shape, kind, session.device.torch_device))
             self.outputs |= dict(zip(names, self.families[-1], strict=True))
         for name, t in session.outputs.items():
             if name not in self.outputs:
@@ -104,7 +104,7 @@ class PlanStep:
         """Set an input, padded to its shape. Does nothing if the plan does not read the input."""
         if name in self._staged.arrays:
             array = self._staged.arrays[name]
-            array[...] = padded(values, array.shape)
+            array[...] = pad(values, array.shape)
 
     def upload(self) -> None:
         """Copy the inputs to the device, in one copy, without waiting."""
@@ -143,18 +143,18 @@ class PlanSession:
         pool: Any,
         captured: bool,
     ) -> None:
-        """Open a plan. `bound`: tensors whose addresses never change. The work of `pool`, a TorchPool, follows the plan."""
+        """Open a plan. `bound`: tensors whose addresses never change. `pool`: a TorchPool, whose `consume` follows each run."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
         self.pool, self._memory = pool, memory
-        # The builder may have dropped an input that nothing reads.
+        # The builder may have removed unused inputs.
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
         self.outputs = {tensor.name: tensor for tensor in outputs}
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
         self._steps: dict[tuple[tuple[str, int], ...], PlanStep] = {}
         self._compiled: Any = None
-        """Kernels that TensorRT for RTX compiled for a context; contexts of other shapes reuse them."""
+        """Kernels that TensorRT for RTX compiled for a context. Contexts of other shapes reuse them."""
 
     def step(self, **sizes: int) -> PlanStep:
         """Return the step of a shape, given by the sizes of its named dimensions."""
@@ -174,7 +174,7 @@ class PlanSession:
         config = self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self.library.name == "tensorrt_rtx":
-            # By default it compiles in the background and runs other kernels meanwhile. Equal calls could then return different
+            # By default it compiles in the background and runs other kernels until then. Equal calls could return different
             # logits, and a graph that was captured early would keep the slow kernels.
             eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = eager
@@ -187,18 +187,18 @@ class PlanSession:
         return context
 
     def captures(self, context: Any) -> bool:
-        """Return whether to capture runs of the context. Only TensorRT for RTX can report whether a context is capturable."""
+        """Return whether to capture the context's runs. Only TensorRT for RTX can report that a context is not capturable."""
         if self.captured and self.library.name == "tensorrt_rtx":
             return bool(context.is_stream_capturable(self.device.stream))
         return self.captured
 
-    def shape(self, described: GraphTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def shape(self, tensor: GraphTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of an input or output for these sizes of the named dimensions."""
-        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in described.shape)
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
 
-    def check(self, done: bool, what: str) -> None:
-        """Raise RuntimeError with the reason from TensorRT's log if `done` is false."""
-        if not done:
+    def check(self, success: bool, action: str) -> None:
+        """Raise RuntimeError with the reason from TensorRT's log unless `success`."""
+        if not success:
             raise RuntimeError(
-                f"{self.library.title} {self.library.version} refuses {what}: {'; '.join(self.library.take_errors())}"
+                f"{self.library.title} {self.library.version} refuses {action}: {'; '.join(self.library.take_errors())}"
             )

@@ -102,8 +102,8 @@ def bucket(size: int, largest: int) -> int:
 def plan_run(lengths: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]]:
     """Return (index of the prompt, number of tokens) for every prompt that takes part in a prefill run.
 
-    A prompt is cut into the same chunks as if it were alone, because its tokens attend to earlier chunks through the quantized
-    cache. Only chunks of the first prompt's bucket run together, because padding a short chunk would multiply its work.
+    A prompt is always cut into the same chunks, because its tokens attend to earlier chunks through the quantized
+    cache. Only chunks in the first prompt's bucket run together, because padding would multiply the work of a short chunk.
 
     >>> plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=4)
     [(1, 700), (3, 1024), (4, 600)]
@@ -113,7 +113,7 @@ def plan_run(lengths: Sequence[int], chunk: int, rows: int) -> list[tuple[int, i
     return [(i, size) for i, size in sizes if bucket(size, chunk) == first][:rows]
 
 
-def padded(values: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+def pad(values: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
     """Return `values`, padded with zeros at the end of every dimension to `shape`."""
     out = np.zeros(shape, values.dtype)
     out[tuple(slice(size) for size in values.shape)] = values
@@ -147,7 +147,7 @@ def check_extents(
         if elements > MAX_ELEMENTS:
             raise UserError(
                 f"backend.max_batch={max_batch}, backend.max_tokens={max_tokens}: layer {layer} of kv={policy.name} "
-                f"would have a tensor of {elements:,} elements, and TensorRT addresses {MAX_ELEMENTS:,}; lower one of the two"
+                f"would have a tensor of {elements:,} elements, but TensorRT allows {MAX_ELEMENTS:,}; lower one of the two"
             )
 
 

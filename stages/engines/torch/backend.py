@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from stages.engines.reference.engine import TorchEngine
 
 FLOAT16_WEIGHTS = 2.0**-17
-"""Rounding error of float32 activations: the kernels round attention weights to float16 before they multiply the values. It is
-twice the error measured on an H200, whose FP16 cache has the median KL of 2^-18: 4e-8."""
+"""Rounding error with float32 activations on a GPU, whose kernels round attention weights to float16. It is
+twice the error measured on an H200: with an FP16 cache, the median KL is that of a rounding error of 2^-18 (4e-8)."""
 
 
 class TorchBackend(Backend[TorchConfig]):
@@ -25,7 +25,7 @@ class TorchBackend(Backend[TorchConfig]):
     libraries = TORCH
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse a policy that the kernels do not support and, if the command judges, a missing GPU. Building needs no GPU.
+        """Check that the kernels support the policy and, if the command judges, that the GPU exists. Building needs no GPU.
 
         The reference engine accepts every policy and checkpoint.
         """
@@ -57,7 +57,7 @@ class TorchBackend(Backend[TorchConfig]):
         return Source(weights.path / "checkpoint", weights.digest_under("checkpoint"))
 
     def run_parts(self) -> dict[str, object]:
-        """Return the device and its configuration. They include the GPU's identity: another GPU must not reuse results."""
+        """Return the device and its settings, with the GPU's identity, because another GPU must not reuse results."""
         if not self._finds_gpu():
             return {"threads": self.config.threads, "device": "cpu"}
         from stages.engines.reference.device import gpu_identity

@@ -18,7 +18,7 @@ class TorchConfig(InProcessConfig):
     """Type of weights and activations on a GPU. Keys and values are always quantized in float32."""
 
     @model_validator(mode="after")
-    def _reference_is_exact(self) -> Self:
+    def _check_compute_dtype(self) -> Self:
         if self.device == "cpu" and self.compute_dtype != "float32":
             raise ValueError(
                 f"compute_dtype={self.compute_dtype}: on a CPU backend=torch is the reference engine, which computes in "

@@ -1,4 +1,4 @@
-"""backend=trtllm: its interpreter and GPUs, and the limits of its two targets. Unsupported configurations are refused early."""
+"""backend=trtllm: its interpreter and GPUs, its two targets and their limits, and its bundle."""
 
 import re
 from dataclasses import dataclass
@@ -31,11 +31,11 @@ PROGRAM = Program(
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRTLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     },
-    read=("1.2", "1.3", "1.4"),
-    oldest=(1, 2),
+    checked_releases=("1.2", "1.3", "1.4"),
+    oldest_release=(1, 2),
     package="tensorrt_llm",
     # A worker starts its own MPI world. If it inherited a job launcher's variables, MPI would join the job or fail to start.
-    hidden=("OMPI_", "PMI_", "PMIX_", "SLURM_", "I_MPI_", "HYDRA_"),
+    hidden_variables=("OMPI_", "PMI_", "PMIX_", "SLURM_", "I_MPI_", "HYDRA_"),
 )  # fmt: skip
 """TensorRT-LLM's worker. It was checked against the sources of the listed releases (tests/contract/facts)."""
 
@@ -59,15 +59,15 @@ NO_INTEGERS_SM = range(100, 120)
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
 
 JUDGED: dict[TargetName, str] = {
-    "engine": "no block reuse: the engine computes prompts in one way, with and without",
+    "engine": "no block reuse: the engine computes prompts alike with and without it",
     "pytorch": "block reuse as served, with a cache_salt for each request",
 }
-"""How an evaluation differs from serving, as text for the report."""
+"""Target -> how an evaluation differs from serving, as text for the report."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One way to deploy with TensorRT-LLM."""
+    """A way to deploy with TensorRT-LLM."""
 
     caches: tuple[str, ...]
     """Supported algorithms of a quantized cache; each has one scale per layer."""
@@ -95,17 +95,17 @@ TARGETS: dict[TargetName, Target] = {
 
 
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
-    """Refuse a configuration that can be built but not evaluated. Raises UserError or MissingRequirement."""
+    """Raise UserError or MissingRequirement for a configuration that can be built but not evaluated."""
     require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
     if not policy.quantized:
         raise UserError(
             f"kv={policy.name}: its cache has no scale, so backend=trtllm has no must-fail control to prove that an evaluation "
-            f"reads it; judge kv=fp8, whose baseline it is, or build it with stage=build"
+            "reads the cache; judge kv=fp8, whose baseline it is, or build it with stage=build"
         )
     if name == "pytorch" and config.tensor_parallel_size > 1:
         raise UserError(
-            f"backend.tensor_parallel_size={config.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
-            "the must-fail control reaches its layers: evaluate with 1, build with stage=build"
+            f"backend.tensor_parallel_size={config.tensor_parallel_size}: target=pytorch is evaluated in one process, because "
+            "only there the must-fail control can reach its layers: evaluate with 1, build with stage=build"
         )
 
 
@@ -118,7 +118,7 @@ def require_target(target: TargetName, installed: Interpreter) -> None:
         )
 
 
-def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+def target_refusal(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
     """Return why the target does not support this combination, with key, value and fix; None if it does."""
     target = TARGETS[name]
     reason = export_refusal(policy, target.caches)
@@ -127,18 +127,18 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
         older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {ENGINES}"
         return cannot_hold(policy, f"trtllm, target {name},", reason, f"{target.choices}{older}")
     if weights not in target.weights:
-        return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
+        return f"weights={weights}: backend.target={name} supports {', '.join(target.weights)}; choose one of them"
     if info.quantized is not None:
-        reason = "weights that are quantized already" if name == "engine" else info.quantized.other_than_modelopt
+        reason = "weights that are already quantized" if name == "engine" else info.quantized.other_than_modelopt
         if reason is not None:
             return f"model.path={info.path}: backend.target={name}: {reason}; use backend=vllm"
     reason = tensorrt_llm_refusal(info) if name == "engine" else None
     if reason is not None:
         return f"model.path={info.path}: {reason}; use backend.target=pytorch"
-    return _refuse_split(target, weights, info, ranks) if ranks > 1 else None
+    return _split_refusal(target, weights, info, ranks) if ranks > 1 else None
 
 
-def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+def _split_refusal(target: Target, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
     if weights not in target.sharded_weights:
         return (
             f"backend.tensor_parallel_size={ranks}: weights={weights} are not split over GPUs here; use 1, or weights="
@@ -148,17 +148,17 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
     if type(inner) is not int:
         return f"model.path={info.path}: config.json: intermediate_size={inner}: give the number that {ranks} GPUs split"
     parts = {"KV heads": info.shape.kv_heads, "tokens in the vocabulary": info.vocab_size, "columns of the MLP": inner}
-    for what, count in parts.items():
+    for part, count in parts.items():
         if count % ranks:
-            return f"backend.tensor_parallel_size={ranks}: does not divide the model's {count} {what}; use a divisor"
+            return f"backend.tensor_parallel_size={ranks}: does not divide the model's {count} {part}; use a divisor"
     return None
 
 
-def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
-    """Return a refusal if a key that the target does not read is set; otherwise None."""
+def unread_key_refusal(name: TargetName, backend: TrtllmConfig) -> str | None:
+    """Return why the configuration is refused if it sets a key that the target ignores; otherwise None."""
     if name == "pytorch" or backend.serving.enable_block_reuse:
         return None
-    return "backend.serving.enable_block_reuse=false: only backend.target=pytorch reads it, this is engine; leave it at true"
+    return "backend.serving.enable_block_reuse=false: backend.target=engine ignores it; leave it at true"
 
 
 def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
@@ -179,11 +179,11 @@ def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interprete
             continue
         if policy.key.dtype == "fp8_e4m3":
             raise UserError(
-                f"kv={policy.name}: TensorRT-LLM has FP8 caches from SM 8.9 on, this is {gpu}; choose kv=int8_tensor with "
+                f"kv={policy.name}: TensorRT-LLM has FP8 caches from SM 8.9 on, but this is {gpu}; choose kv=int8_tensor with "
                 "backend.target=engine"
             )
         if weights == "fp8":
-            raise UserError(f"weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on, this is {gpu}; choose weights=none")
+            raise UserError(f"weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on, but this is {gpu}; choose weights=none")
 
 
 class TrtllmBundle(ServedBundle):
@@ -195,9 +195,9 @@ class TrtllmBundle(ServedBundle):
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation. For target=pytorch: the served arguments without overlap."""
+    """LLM arguments of an evaluation. For target=pytorch: the served arguments, without overlapping steps."""
     rewritten: dict[str, Any]
-    """Settings that TensorRT-LLM changed -> the built value. `backend.allow_rewrites` allowed every change."""
+    """Setting that TensorRT-LLM changed -> its built value. `backend.allow_rewrites` allows all of these changes."""
     kv_scales: list[float]
     """The cache's scale per layer, shared by keys and values. For target=engine it is the larger of the two calibrated
     scales; for target=pytorch it is 1.0, because the runtime does not read the checkpoint's scales."""
@@ -211,12 +211,14 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
     checkpoint_folder = "checkpoint"
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse configurations that the target does not support, a missing interpreter, and missing GPUs."""
+        """Check that the target supports the configuration, and that the interpreter and the GPUs exist."""
         if not job.builds:
             return
-        refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
+        refuse_other_attention(job.checkpoint, "backend=trtllm was not tested with this")
         target, ranks = self.config.target, self.config.tensor_parallel_size
-        refusal = refuse(target, job.policy, job.weights, job.checkpoint, ranks) or refuse_unread(target, self.config)
+        refusal = target_refusal(target, job.policy, job.weights, job.checkpoint, ranks) or unread_key_refusal(
+            target, self.config
+        )
         if refusal is not None:
             raise UserError(refusal)
         require_target(target, self.interpreter)

@@ -32,7 +32,7 @@ def write_served(exports: Path, out: Path, config: TrtllmConfig, policy: KVPolic
     export = exports / EXPORTS[config.target]
     if not export.is_dir():
         reason = read_json(exports, "exports.json")[export.name]
-        raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {reason}")
+        raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export: {reason}")
     if config.target == "engine":
         return _build_engine(export, out, config, interpreter)
     return _pin_llm_args(export, out, config, policy, interpreter)
@@ -45,8 +45,8 @@ def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Se
             return [worker.call("validate", Pinned, model=str(model.absolute()), llm_args=setting) for setting in arguments]
         except WorkerError as error:
             raise UserError(
-                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {error}; choose others, or "
-                "another release as backend.python"
+                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {error}; change them or set "
+                "another backend.python"
             ) from error
 
 
@@ -59,7 +59,7 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interp
         try:
             worker.call("build", EmptyAnswer, flags=arguments)
         except WorkerError as error:
-            raise UserError(f"{title}: {error}; it last said: {worker.last_line()}") from error
+            raise UserError(f"{title}: {error}; its last output: {worker.last_line()}") from error
     missing = [f"rank{rank}.engine" for rank in range(ranks) if not (out / f"rank{rank}.engine").is_file()]
     if missing or not (out / checkpoints.CONFIG_FILE).is_file():
         raise UserError(f"{title}: trtllm-build wrote no {', '.join(missing) or checkpoints.CONFIG_FILE}")
@@ -98,7 +98,7 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
             reason = " ".join(answer.refused.split())
             raise UserError(
                 f"kv={policy.name}: TensorRT-LLM {interpreter.release} refuses the checkpoint: {reason}; choose other weights, "
-                "another kv, or another release as backend.python"
+                "another kv, or another backend.python"
             )
         rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
         rewritten.extend(settings.differences(quantization, answer.quantization))
@@ -115,7 +115,7 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
 
 
 def _copy_served(export: Path, plain: Path, out: Path) -> str | None:
-    """Write the served checkpoint to the new directory `out`, and return the quantization algorithm of its weights.
+    """Write the served checkpoint to the new directory `out`; return the quantization algorithm of its weights.
 
     ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses. In that case the unexported
     checkpoint `plain` is served; the LLM arguments set the cache's format.

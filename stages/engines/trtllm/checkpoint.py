@@ -27,7 +27,7 @@ BY_HEADS = ("attention.qkv.weight", "attention.qkv.bias")
 BY_ROWS = ("mlp.fc.weight", "mlp.gate.weight", "mlp.fc.bias", "mlp.gate.bias", "lm_head.weight")
 BY_COLUMNS = ("attention.dense.weight", "mlp.proj.weight")
 ADDED_ONCE = ("attention.dense.bias", "mlp.proj.bias")
-"""Biases that are added once after the ranks' parts are summed: rank 0 has the bias, every other rank has zeros."""
+"""Biases that are added after the ranks' results are summed: rank 0 has the bias, other ranks have zeros."""
 
 
 def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
@@ -39,9 +39,9 @@ def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
     config = read_json(source, CONFIG_FILE)
     config["mapping"] = {"world_size": ranks, "tp_size": ranks, "pp_size": 1}
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-    whole = load_file(source / "rank0.safetensors")
+    tensors = load_file(source / "rank0.safetensors")
     for rank in range(ranks):
-        part = {name: shard(name, tensor, config, rank, ranks).clone() for name, tensor in whole.items()}
+        part = {name: shard(name, tensor, config, rank, ranks).clone() for name, tensor in tensors.items()}
         save_file(part, out / f"rank{rank}.safetensors")
 
 
@@ -75,8 +75,8 @@ def kv_scales(checkpoint: Path) -> list[float]:
 def write_faulted(source: Path, out: Path, factor: float) -> None:
     """Write a copy of the checkpoint to the new directory `out`, with the cache's scales multiplied by `factor`.
 
-    New keys and values are multiplied by the reciprocal, which stays correct, so codes are correct and only reading is wrong.
-    The file must contain the reciprocal: otherwise TensorRT-LLM derives it from the wrong scale, and FP8 loses nothing if
+    TensorRT-LLM multiplies new keys and values by the reciprocal, which stays correct, so only reading is wrong, not the codes.
+    The file must contain the reciprocal. Otherwise TensorRT-LLM derives it from the wrong scale, and FP8 loses no precision if
     writing and reading use the same wrong scale.
     """
     out.mkdir()

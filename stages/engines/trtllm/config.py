@@ -44,7 +44,7 @@ class TrtllmConfig(InterpreterConfig):
     serving: Serving
 
     @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
+    def _check_lengths(self) -> Self:
         if self.max_input_len >= self.max_seq_len:
             raise ValueError(f"max_input_len={self.max_input_len}: must be below max_seq_len={self.max_seq_len}")
         if self.max_input_len > self.max_num_tokens:

@@ -23,8 +23,8 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
     record = TrtllmBundle
 
     def _check_machine(self, bundle: Path) -> None:
-        ranks, built_for = self._described.tensor_parallel_size, self._described.built_for
-        if self._described.target == "engine":
+        ranks, built_for = self._record.tensor_parallel_size, self._record.built_for
+        if self._record.target == "engine":
             capabilities = rank_capabilities("engine", self._interpreter, ranks)
             release = self._interpreter.release
             machine = BuiltFor(library=PROGRAM.library, version=release, compute_capabilities=capabilities)
@@ -36,7 +36,7 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the calibrated scales and the scales in the bundle, which TensorRT-LLM uses to read its cache."""
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
-        used = self._described.kv_scales or [1.0] * len(carried)
+        used = self._record.kv_scales or [1.0] * len(carried)
         return [
             LayerDelivery(file, {Side.KEY: (scale,), Side.VALUE: (scale,)}) for file, scale in zip(carried, used, strict=True)
         ]
@@ -51,14 +51,14 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
         super().corrupt_key_scale(factor)
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
-        if prompt > self._described.max_input_len:
+        if prompt > self._record.max_input_len:
             raise UserError(
-                f"backend.max_input_len={self._described.max_input_len}: a prompt of {prompt} tokens does not fit; raise it"
+                f"backend.max_input_len={self._record.max_input_len}: a prompt of {prompt} tokens does not fit; raise it"
             )
         super()._check_fits(prompt, tokens)
 
     def _open(self) -> Worker:
-        described = self._described
+        described = self._record
         model = self._engine() if described.target == "engine" else self._bundle / CHECKPOINT
         return self._load_model(
             rank_environment(described.tensor_parallel_size), model,
@@ -71,7 +71,7 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
             return self._bundle / ENGINE
         faulted = self._checkpoint(write_faulted)
         prefix = "build_config."
-        arguments = self._described.arguments.items()
+        arguments = self._record.arguments.items()
         flags = {key.removeprefix(prefix): value for key, value in arguments if key.startswith(prefix)}
         compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter)
         return faulted.parent / ENGINE

@@ -36,7 +36,7 @@ def rank_capabilities(target: TargetName, interpreter: Interpreter, ranks: int) 
     if len(set(capabilities)) > 1:
         raise UserError(
             f"backend.tensor_parallel_size={ranks}: GPUs 0 to {len(capabilities) - 1} are SM {', '.join(capabilities)}, "
-            "an engine is built for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
+            "but an engine is built for one kind; choose equal GPUs with CUDA_VISIBLE_DEVICES"
         )
     return capabilities[:1]
 
@@ -44,7 +44,7 @@ def rank_capabilities(target: TargetName, interpreter: Interpreter, ranks: int) 
 def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> Settings:
     """Return trtllm-build's settings, keyed as in build_config of the engine's config.json (including plugin_config.*).
 
-    Attention of prompts reads the paged cache, and computes in FP8, where TensorRT-LLM keeps that.
+    Attention of prompts reads the paged cache and computes in FP8 for the combinations that TensorRT-LLM supports.
     """
     weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     fp8_attention = weights in FP8_ATTENTION_WEIGHTS and cache == "FP8"
@@ -78,7 +78,7 @@ def build_flags(settings: Settings, checkpoint: str, out: str, ranks: int) -> li
 
 
 def expected_config(settings: Settings, checkpoint: Mapping[str, Any], release: str) -> Settings:
-    """Return the values that the engine's config.json must contain. Settings of `auto` are omitted: TensorRT-LLM chooses."""
+    """Return the values that the engine's config.json must contain, except `auto` settings, which TensorRT-LLM chooses."""
     build_config = {f"build_config.{key}": value for key, value in settings.items() if value != "auto"}
     return {
         "version": release,
@@ -143,16 +143,16 @@ def refuse_rewrites(rewritten: Iterable[Difference], allowed: Sequence[str]) -> 
     """Raise UserError with every difference whose key (or its last part) is not allowed."""
     refused = [difference for difference in rewritten if not {difference[0], difference[0].rpartition(".")[2]} & set(allowed)]
     if refused:
-        changes = "; ".join(f"{key} was asked as {value} and is {built}" for key, value, built in refused)
+        changes = "; ".join(f"{key}={value} became {built}" for key, value, built in refused)
         names = ",".join(key.rpartition(".")[2] for key, _, _ in refused)
         raise UserError(
-            f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM built something else: {changes}; ask for that, or "
-            f"set backend.allow_rewrites=[{names}]"
+            f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM changed settings: {changes}; set these values, or "
+            f"backend.allow_rewrites=[{names}]"
         )
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Return nested settings by their dotted keys.
+    """Return nested settings as dotted key -> value.
 
     >>> flatten({"build_config": {"max_batch_size": 8}})
     {'build_config.max_batch_size': 8}

@@ -1,4 +1,4 @@
-"""The scales that a checkpoint contains, and the scales that vLLM 0.32 and 0.33 would use; only scale tensors are loaded.
+"""Compares the scales in a checkpoint with the scales that vLLM 0.32 and 0.33 would use. Only scale tensors are loaded.
 
 Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py define the tensor names that vLLM reads;
 kv_cache.py and compressed_tensors.py define the values that vLLM uses. vLLM silently skips any other name.
@@ -21,11 +21,11 @@ AUDITED_RELEASES = ("0.32", "0.33")
 READ_NAMES = re.compile(
     r"self_attn\.(?:(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.)?[kv]_scale|self_attn\.[kv]_cache\.scale|self_attn\.kv_scale"
 )
-"""Names within a layer that vLLM reads for every quantization method."""
+"""Names within a layer that vLLM reads with every quantization method."""
 OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
-"""Further names that vLLM reads if the weights are quantized with `fp8` or `quark`."""
+"""Additional names that vLLM reads if the weights are quantized with `fp8` or `quark`."""
 SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
-"""Quantization methods, by the value vLLM uses for a missing scale: 1.0, or the layer's other scale."""
+"""Quantization methods for which vLLM replaces a missing scale by 1.0, and by the layer's other scale."""
 
 
 def audit(path: Path) -> Audit:
@@ -35,7 +35,7 @@ def audit(path: Path) -> Audit:
         UserError: The checkpoint cannot be read.
     """
     if not path.is_dir():
-        raise refusal(path, "is not a directory of a Hugging Face checkpoint, which vLLM loads; give one")
+        raise refusal(path, "is not a directory; give a Hugging Face checkpoint, which vLLM loads")
     model = read_model(path)
     method, scheme, refused = _read_declaration(path)
     tensors = list(scale_tensors(path))
@@ -50,10 +50,10 @@ def audit(path: Path) -> Audit:
         elif READ_NAMES.fullmatch(tensor.within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(tensor.within)):
             loaded[tensor.layer][SIDES_OF[tensor.letter][0]] = tensor.values  # vLLM reads a shared scale as the keys' scale
         else:
-            problems.append(f"{tensor.name}: is not a name that it reads")
+            problems.append(f"{tensor.name}: vLLM does not read this name")
     carried = scales_by_layer(tensors, model.kv.layers)
     used = [_used_scales(number, scales, method, scheme, model, problems) for number, scales in enumerate(loaded)]
-    layers = [LayerDelivery(carried=stored, used=taken) for stored, taken in zip(carried, used, strict=True)]
+    layers = [LayerDelivery(carried=stored, used=loaded) for stored, loaded in zip(carried, used, strict=True)]
     return Audit(f"vLLM {' and '.join(AUDITED_RELEASES)}, {method or 'no quantization declared'}", layers, problems)
 
 
@@ -73,11 +73,11 @@ def _read_declaration(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
     scheme = declared.get("kv_cache_scheme")
     scheme = scheme if isinstance(scheme, dict) else {}
     if method.startswith("modelopt") and not (isinstance(inner, dict) and inner.get("quant_algo")):
-        return method, scheme, ["quant_algo is missing, without which it refuses the checkpoint"]
+        return method, scheme, ["quant_algo is missing, so vLLM refuses the checkpoint"]
     if method in SEPARATE and scheme:
         accepted = {"type": ("float",), "num_bits": (8,), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
         problems = [
-            f"kv_cache_scheme.{key}={scheme.get(key)}, which it refuses"
+            f"kv_cache_scheme.{key}={scheme.get(key)}, which vLLM refuses"
             for key, values in accepted.items()
             if scheme.get(key) not in values
         ]
@@ -88,12 +88,12 @@ def _read_declaration(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
 def _used_scales(
     layer: int, scales: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]
 ) -> Scales:
-    """Return the scales that vLLM would use for a layer. Append scales that make vLLM fail to `problems`."""
+    """Return the scales that vLLM would use for a layer. Scales that make vLLM fail are appended to `problems`."""
     count = model.kv.kv_heads if method in SEPARATE and scheme.get("strategy") == "attn_head" else 1
     default = (1.0,) * count
     for side, values in scales.items():
         if method in (*SEPARATE, *PAIRED) and len(values) != count:
-            problems.append(f"layer {layer} {side}s: {len(values)} scales where it reads {count}, which it refuses")
+            problems.append(f"layer {layer} {side}s: {len(values)} scales instead of {count}, which vLLM refuses")
             return {Side.KEY: default, Side.VALUE: default}
     if method in SEPARATE:
         return {side: scales.get(side, default) for side in (Side.KEY, Side.VALUE)}
@@ -103,9 +103,7 @@ def _used_scales(
     if key[0] > 0 and value[0] > 0:
         return {Side.KEY: key, Side.VALUE: value}
     if not key[0] > 0 and not (key[0] < 0 and value[0] < 0):
-        problems.append(
-            f"layer {layer}: ends with an error on a key scale that is not above 0 beside {value[0]:.4g} for values"
-        )
+        problems.append(f"layer {layer}: vLLM fails on a key scale that is not above 0 with a value scale of {value[0]:.4g}")
         return {Side.KEY: default, Side.VALUE: default}
     shared = max(key, value) if key[0] > 0 else default
     return {Side.KEY: shared, Side.VALUE: shared}

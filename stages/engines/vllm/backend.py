@@ -1,4 +1,4 @@
-"""backend=vllm: its interpreter, the cache type of a policy, and its bundle: a checkpoint with scales and engine arguments.
+"""backend=vllm: its interpreter, the cache type of a policy, and its bundle (a checkpoint with scales, engine arguments).
 
 Unsupported configurations are refused before any work.
 """
@@ -54,15 +54,15 @@ class VllmFacts(StrictModel):
     """Bytes of one block over all layers."""
 
 
-READ_RELEASES = ("0.26", "0.32", "0.33")
-"""Releases whose source was read; the first is recommended."""
+CHECKED_RELEASES = ("0.26", "0.32", "0.33")
+"""Releases whose sources the worker was checked against; the first is recommended."""
 PROGRAM = Program(
     "vllm",
     "vLLM",
     Path(worker.__file__).with_name("kvgate_vllm_worker.py"),
     "make vllm installs vLLM's CPU build into .venv-vllm: backend.python=.venv-vllm/bin/python; on a GPU machine run kvgate in "
-    f"the container vllm/vllm-openai:v{READ_RELEASES[0]}.0 with backend.python=python3, or give the python of an environment "
-    f"with pip install vllm=={READ_RELEASES[0]}.0",
+    f"the container vllm/vllm-openai:v{CHECKED_RELEASES[0]}.0 with backend.python=python3, or give the python of an "
+    f"environment with pip install vllm=={CHECKED_RELEASES[0]}.0",
     {
         # Models are local directories, and only the release's own code runs: no hub access, no installed plugins.
         "HF_HUB_OFFLINE": "1",
@@ -75,8 +75,8 @@ PROGRAM = Program(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     },
-    read=READ_RELEASES,
-    oldest=(0, 26),
+    checked_releases=CHECKED_RELEASES,
+    oldest_release=(0, 26),
     description=VllmDescription,
 )
 """Releases before 0.26 lack names that the worker uses."""
@@ -87,12 +87,12 @@ def on_cpu(interpreter: Interpreter) -> bool:
 
 
 CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2; of GPUs also nvfp4, vllm_int8, vllm_fp8 and vllm_int4"
-OTHERWISE = {
-    "fp8_e4m3 per_token": "fp8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_fp8",
-    "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_int8",
+SIMILAR_TYPES = {
+    "fp8_e4m3 per_token": "fp8_per_token_head has float32 scales, but this policy rounds them to float16; see kv=vllm_fp8",
+    "int8 per_token": "int8_per_token_head has float32 scales, but this policy rounds them to float16; see kv=vllm_int8",
     "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits; see kv=vllm_int4",
 }
-"""Format that vLLM stores in a similar form -> the difference, for the message."""
+"""Format for which vLLM only has a similar type -> the difference, for the error message."""
 
 
 def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
@@ -120,11 +120,11 @@ def _reason(policy: KVPolicy, key: Format, dtype: str | None, config: VllmConfig
     if reason := single_format_refusal(policy if skips is None else policy.model_copy(update={"overrides": ()})):
         return reason
     if skips and key.exact:
-        return "vLLM gives skipped layers the type of the others"
+        return "vLLM gives skipped layers the type of the other layers"
     if key.dtype == "fp8_e5m2" and key.scale != "uncalibrated":
         return "it reads E5M2 only at scale 1.0"
     if not dtype:
-        return f"{form} is not supported by this engine" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
+        return f"{form} is not supported by this engine" + (f": {SIMILAR_TYPES[form]}" if form in SIMILAR_TYPES else "")
     if key.dtype == "bf16" and config.dtype != "bfloat16":
         return f"without a quantized cache its type is backend.dtype={config.dtype}"
     return None
@@ -141,26 +141,26 @@ def skipped_layers(policy: KVPolicy) -> list[str] | None:
 
 
 def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
-    """Refuse a policy that quantizes layers which vLLM keeps at 16 bits: the first and last two, for some cache types."""
+    """Raise UserError if a policy quantizes layers that vLLM keeps at 16 bits: the first and last two, for some cache types."""
     count = min(2, layers // 2)
     boundary = {*range(count), *range(layers - count, layers)}
     if policy.value.code.vllm_by_key_format and not boundary <= set(map(int, skipped_layers(policy) or ())):
         raise UserError(
-            f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(boundary)))} at 16 bits under {dtype}: set "
+            f"kv={policy.name}: with {dtype}, vLLM keeps layers {', '.join(map(str, sorted(boundary)))} at 16 bits: set "
             f"'kv.overrides=[{{layers: {sorted(boundary)}, key: {{dtype: fp16}}, value: {{dtype: fp16}}}}]'"
         )
 
 
 def check_own_scales(policy: KVPolicy, quantized: Quantized, audit: Audit | None) -> None:
-    """Refuse a policy that vLLM does not support with such quantized weights, and scales that vLLM would not use.
+    """Raise UserError if vLLM does not support the policy with these quantized weights, or would not use their scales.
 
-    `audit` is None if the audit's rules are not those of the release.
+    `audit` is None if the audit's rules do not apply to the release.
     """
     scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
     if scaled and quantized.method not in (*SEPARATE, *PAIRED):
-        raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache with {quantized.title}; choose kv=fp8_e5m2")
+        raise UserError(f"kv={policy.name}: vLLM reads no cache scales with {quantized.title}; choose kv=fp8_e5m2")
     if policy.key.dtype == "fp8_e5m2" and quantized.method in PAIRED:
-        raise UserError(f"kv={policy.name}: vLLM takes no E5M2 with {quantized.title}; choose kv=fp8")
+        raise UserError(f"kv={policy.name}: vLLM does not support E5M2 with {quantized.title}; choose kv=fp8")
     if audit is None or not scaled or not any(layer.carried for layer in audit.layers):
         return
     findings = [*scale_findings(audit.layers), *audit.problems]
@@ -172,7 +172,7 @@ def check_own_scales(policy: KVPolicy, quantized: Quantized, audit: Audit | None
 
 
 def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
-    """Refuse a number of workers that cannot split the heads. Workers may share a KV head if there are fewer KV heads."""
+    """Raise UserError if `ranks` workers cannot split the heads. Several workers may share a KV head."""
     for heads, title, repeats in ((q_heads, "query", False), (kv_heads, "KV", True)):
         if heads % ranks and not (repeats and ranks % heads == 0):
             raise UserError(
@@ -181,11 +181,11 @@ def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
 
 
 def refuse_dtype(policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None:
-    """Refuse a cache type or block size that the installed release or this machine does not support."""
+    """Raise UserError for a cache type that the installed release or this machine does not support."""
     described = interpreter.description
     if dtype not in described.cache_dtypes:
         supported = ", ".join(described.cache_dtypes)
-        raise UserError(f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {supported}")
+        raise UserError(f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it supports {supported}")
     reason = described.refused.get(dtype)
     if reason is not None:
         raise UserError(
@@ -194,30 +194,30 @@ def refuse_dtype(policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None
 
 
 def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
-    """Refuse a configuration that this machine can build but not evaluate."""
+    """Raise MissingRequirement for a configuration that this machine can build but not evaluate."""
     if interpreter.description.platform not in ("cpu", "cuda"):
         raise MissingRequirement(
-            f"backend.python={config.python}: vLLM runs on {interpreter.description.platform} there, which was not tried: give "
+            f"backend.python={config.python}: vLLM runs on {interpreter.description.platform} there, which is not tested: give "
             "a Python whose vLLM runs on a CPU or on CUDA"
         )
     ranks, gpus = config.tensor_parallel_size, len(interpreter.devices)
     if gpus < ranks and not on_cpu(interpreter):
         raise MissingRequirement(
-            f"backend.tensor_parallel_size={ranks}: an evaluation runs on as many GPUs, this machine shows {gpus}; build here "
+            f"backend.tensor_parallel_size={ranks}: an evaluation needs {ranks} GPUs, but this machine has {gpus}; build here "
             "with stage=build, or evaluate on a larger machine"
         )
 
 
 FIXED = {
-    "block_size": 64,  # a page of kvgate's; attention on a CPU takes multiples of 32
+    "block_size": 64,  # like a page of kvgate; attention on a CPU needs multiples of 32
     "enable_chunked_prefill": True,  # vLLM's own default
     "trust_remote_code": False,
     "load_format": "safetensors",
     "seed": 0,
 }
 """Engine arguments that no configuration changes."""
-NOT_VLLMS = ("threads", "kv_cache_gib")
-"""Keys of the configuration that are not engine arguments, or have another name there."""
+NOT_ENGINE_ARGS = ("threads", "kv_cache_gib")
+"""Keys of the configuration that are not engine arguments, or have another name as an engine argument."""
 ENGINE_ARGS_FILE = "engine_args.yaml"
 """File for `vllm serve BUNDLE/checkpoint --config BUNDLE/engine_args.yaml`."""
 
@@ -234,7 +234,7 @@ class VllmBundle(ServedBundle):
 
 def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = ()) -> dict[str, Any]:
     """Return the engine arguments for serving, under the names of vLLM's EngineArgs."""
-    configured = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
+    configured = config.model_dump(exclude={*NOT_ENGINE_ARGS, *InterpreterConfig.model_fields})
     step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     arguments: dict[str, Any] = {**configured, "max_num_batched_tokens": step_tokens, "kv_cache_dtype": cache_dtype, **FIXED}
     if skipped:
@@ -258,11 +258,11 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
 
     @property
     def measures_rounding(self) -> bool:
-        """True for 16-bit activations: vLLM's kernels choose the order of sums, so a fixed bound of four ulps is too tight."""
+        """True for 16-bit activations: vLLM's kernels choose the order of sums, so a fixed bound would be too tight."""
         return self.config.dtype != "float32"
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse policies that vLLM's cache, its release or this machine does not support, and a missing interpreter."""
+        """Check that vLLM's cache, its release and this machine support the policy, and that the interpreter exists."""
         if not job.builds:
             return
         config, checkpoint = self.config, job.checkpoint
@@ -278,7 +278,7 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
             check_judging(config, self.interpreter)
 
     def _is_audited(self) -> bool:
-        """Return whether the audit's rules are those of the installed release."""
+        """Return whether the audit's rules apply to the installed release."""
         return self.interpreter.is_among(AUDITED_RELEASES)
 
     def warnings(self, info: CheckpointInfo) -> list[str]:

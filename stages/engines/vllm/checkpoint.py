@@ -29,7 +29,7 @@ LETTERS = {Side.KEY: "k", Side.VALUE: "v"}
 
 
 def delivers_scales(policy: KVPolicy) -> bool:
-    """Return whether the checkpoint contains scales. vLLM uses none for E5M2 and refuses such a checkpoint if it has scales."""
+    """Return whether the checkpoint gets scales. vLLM uses no scales for E5M2, and refuses a checkpoint that has them."""
     return policy.key.dtype != "fp8_e5m2" and policy.key.has_static_scales and policy.value.has_static_scales
 
 
@@ -51,7 +51,7 @@ def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: 
 
 
 def quantization_config(policy: KVPolicy) -> dict[str, Any]:
-    """Return the quantization_config of compressed-tensors for a checkpoint with only a quantized cache."""
+    """Return the quantization_config in compressed-tensors' format for a checkpoint in which only the cache is quantized."""
     scheme = {
         "num_bits": 8,
         "type": "float",
@@ -97,7 +97,7 @@ def _write_index(info: CheckpointInfo, out: Path, scales: list[str]) -> None:
     (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
-def delivered(checkpoint: Path, layers: int) -> list[dict[Side, tuple[float, ...]]]:
+def stored_scales(checkpoint: Path, layers: int) -> list[dict[Side, tuple[float, ...]]]:
     """Return a checkpoint's scales by layer and side; a side without scales is absent."""
     tensors = load_file(checkpoint / SCALES) if (checkpoint / SCALES).is_file() else {}
     scales: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(layers)]

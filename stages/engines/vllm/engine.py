@@ -16,17 +16,17 @@ from stages.engines.base import LOGIT_STEP
 from stages.engines.interface import ForcedRequest
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
-from stages.engines.interpreter.requests import Bytes, InspectableEngine, whole
+from stages.engines.interpreter.requests import Bytes, InspectableEngine, forced_request
 from stages.engines.vllm.backend import PROGRAM, VllmBundle, VllmFacts, on_cpu
-from stages.engines.vllm.checkpoint import delivered, write_faulted
+from stages.engines.vllm.checkpoint import stored_scales, write_faulted
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.delivery import LayerDelivery
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, PAGE_TOKENS, Side, page_count
 
 LOGPROBS = 20
-"""Maximum log-probabilities per token that a request may ask for. An evaluation needs only the chosen token's."""
-EVALUATED: dict[str, object] = {
+"""Maximum log-probabilities per token in a request. An evaluation needs only the chosen token's."""
+EVALUATION_ARGS: dict[str, object] = {
     "enforce_eager": True,
     "enable_prefix_caching": False,
     "async_scheduling": False,
@@ -55,18 +55,18 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
 
     def __init__(self, bundle: Path, config: VllmConfig) -> None:
         super().__init__(bundle, config)
-        self.prefill_chunk = int(self._described.arguments["max_num_batched_tokens"])
-        self.logit_step = LOGIT_STEP[str(self._described.arguments["dtype"])]
-        self._evaluated = EVALUATED
+        self.prefill_chunk = int(self._record.arguments["max_num_batched_tokens"])
+        self.logit_step = LOGIT_STEP[str(self._record.arguments["dtype"])]
+        self._evaluated = EVALUATION_ARGS
         self._facts: VllmFacts | None = None
 
     def _check_machine(self, bundle: Path) -> None:
         super()._check_machine(bundle)
-        built, here = self._described.platform, self._interpreter.description.platform
-        if built != here:
+        built, platform = self._record.platform, self._interpreter.description.platform
+        if built != platform:
             raise MissingRequirement(
-                f"{bundle}: its engine arguments are pinned for vLLM on {built}, {self._interpreter.python} has it on "
-                f"{here}: build it again with stage=build, or give that platform's python as backend.python"
+                f"{bundle}: its engine arguments are pinned for vLLM on {built}, but {self._interpreter.python} has vLLM on "
+                f"{platform}: build it again with stage=build, or give a python of that platform as backend.python"
             )
 
     def serve_rounds(
@@ -76,7 +76,7 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
             self._check_forced(tokens, first)
         if pages is None:
             return [self._serve(requests, rows) for requests in rounds]
-        size = int(self._described.arguments["block_size"])
+        size = int(self._record.arguments["block_size"])
         blocks = -(-pages * PAGE_TOKENS // size)
         # One more block: vLLM's null block stores no tokens. No sequence may be longer than the pool.
         longest = min(self.max_tokens, blocks * size)
@@ -84,7 +84,7 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
             return [self._serve(requests, rows) for requests in rounds]
 
     def _serve(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
-        forced = [request._replace(skip=max(1, request.tokens - rows)) for request in starmap(whole, requests)]
+        forced = [request._replace(skip=max(1, request.tokens - rows)) for request in starmap(forced_request, requests)]
         return [
             ServedRequest(logits, answer.preempted, answer.reused, tuple(answer.blocks)) for answer, logits in self._run(forced)
         ]
@@ -96,12 +96,12 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         """
         used = self._read_facts().scales
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
-        if self._described.kv_scales_in_checkpoint:
-            carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
+        if self._record.kv_scales_in_checkpoint:
+            carried = stored_scales(self._bundle / CHECKPOINT, self.shape.layers)
         return [LayerDelivery(dict(stored), self._scales_by_side(layer)) for stored, layer in zip(carried, used, strict=True)]
 
     def _scales_by_side(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
-        """Return the scales that a layer reads. With several workers vLLM lists one scale per head even for a shared scale."""
+        """Return the scales that a layer reads. With several workers vLLM repeats a shared scale for each head."""
         by_head = self.policy.key.granularity == "per_head"
         return {Side(side): tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in layer.items()}
 
@@ -116,24 +116,24 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
 
     @contextmanager
     def _restart(self, **changes: object) -> Iterator[None]:
-        """Reload the model with changed engine arguments for the requests within this context."""
+        """Within this context, serve requests by a model that was reloaded with changed engine arguments."""
         self.close()
-        self._evaluated = {**EVALUATED, **changes}
+        self._evaluated = {**EVALUATION_ARGS, **changes}
         try:
             yield
         finally:
             self.close()
-            self._evaluated = EVALUATED
+            self._evaluated = EVALUATION_ARGS
 
     def _open(self) -> Worker:
-        threads, workers = self._config.threads, int(self._described.arguments["tensor_parallel_size"])
+        threads, workers = self._config.threads, int(self._record.arguments["tensor_parallel_size"])
         if on_cpu(self._interpreter) and workers > 1:  # vLLM would bind each worker to its own NUMA node
             threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
-        carried = self._described.kv_scales_in_checkpoint  # otherwise the worker multiplies the keys
+        carried = self._record.kv_scales_in_checkpoint  # otherwise the worker multiplies the keys
         model = self._checkpoint(partial(write_faulted, self._scales)) if carried else self._bundle / CHECKPOINT
         two_longest = 2 * self.max_tokens * FP16_POLICY.bytes_per_token(self.shape)
-        arguments = {CACHE: max(MIN_CACHE, two_longest), **self._described.arguments, **self._evaluated}
+        arguments = {CACHE: max(MIN_CACHE, two_longest), **self._record.arguments, **self._evaluated}
         return self._load_model(bound, model, engine_args=arguments, key_fault=self._fault)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:

@@ -61,10 +61,10 @@ def engine_arguments() -> set[str]:
     """Return the engine arguments that kvgate sets: for serving, evaluation and memory pressure."""
     from helpers.engines.interpreter_bundles import config_of
     from stages.engines.vllm.backend import engine_args
-    from stages.engines.vllm.engine import EVALUATED
+    from stages.engines.vllm.engine import EVALUATION_ARGS
 
     serving = engine_args(config_of("vllm", "python3", kv_cache_gib=1), "auto", ["0"])
-    return {"model", *serving, *EVALUATED, "num_gpu_blocks_override"}
+    return {"model", *serving, *EVALUATION_ARGS, "num_gpu_blocks_override"}
 
 
 def facts(source: Path) -> dict[str, Any]:

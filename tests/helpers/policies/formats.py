@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from stages.engines.reference.formats import dequantize, hadamard, quantize, rotated, static_scales
+from stages.engines.reference.formats import dequantize, hadamard, quantize, rotate, static_scales
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.formats import Format, Granularity, Rotation, ScaleSource
 from stages.policies.scales import SideScales
@@ -85,7 +85,7 @@ def fixed(x_HTD: Tensor, form: Format) -> Static | None:
         return None
     heads, _, dim = x_HTD.shape
     count = form.static_scales(heads, dim)
-    turned_HTD = rotated(x_HTD, form)
+    turned_HTD = rotate(x_HTD, form)
     extremes = (turned_HTD.amin(1), turned_HTD.amax(1))
     if form.scale == "uncalibrated":
         return static_scales(SideScales(scale=(1.0,) * count), form, heads, dim)

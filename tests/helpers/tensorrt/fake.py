@@ -18,7 +18,7 @@ import torch
 
 from stages.core.records import no_progress
 from stages.engines.base import Mode
-from stages.engines.onnx.weights import casts
+from stages.engines.onnx.weights import cast_nodes
 from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import GraphTensor, PlanRecord
 from stages.engines.tensorrt.library import Library
@@ -70,7 +70,7 @@ class FakeDevice(CudaDevice):
 
 def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
     """Return a graph's constants by the names that the computation uses."""
-    widening = casts(model.graph)
+    widening = cast_nodes(model.graph)
     initializers = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     return {widening[name].output[0] if name in widening else name: value for name, value in initializers.items()}
 

@@ -136,7 +136,7 @@ def test_unsupported_layers_keep_their_graphs_and_are_listed(
     engine.generate([[1, 2, 3]], 2, ())
     assert engine.attention == "native in 1 of 2 layers"
     described, _, _ = open_bundle(tmp_path / "bundle", Bundle, BACKEND)
-    assert refusals(described.model, policy) == {1: "kv.overrides.0.key.dtype=int2 is not read by the kernel"}
+    assert refusals(described.model, policy) == {1: "kv.overrides.0.key.dtype=int2 is not supported by the kernel"}
     for dim, name, reason in ((24, "fp16", "head_dim 24 is not a multiple of 16"), (16, "int4", "not a multiple of 32")):
         assert reason in refusals(described.model.model_copy(update={"head_dim": dim}), BY_NAME[name])[0]
 

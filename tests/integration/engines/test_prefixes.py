@@ -115,7 +115,7 @@ def test_no_failure_leaves_a_sequence_with_pages(int8: Path, prompts: list[list[
 
 def test_prefixes_that_cannot_be_kept_are_refused(int8: Path) -> None:
     refusals = {
-        "prefill_chunk must be a multiple of 64 where prefixes are kept, got 100": (100, 400),
+        "prefill_chunk must be a multiple of 64 if prefixes are kept, got 100": (100, 400),
         "prefix_tokens must be 0 or at least prefill_chunk=128, got 100": (128, 100),
         "prefix_tokens must be 0 or at least prefill_chunk=64, got -1": (64, -1),
     }

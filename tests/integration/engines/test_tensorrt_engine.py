@@ -169,7 +169,7 @@ def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, 
 
 def test_exceeding_a_plans_limits_names_the_key(pairs: dict[str, Pair]) -> None:
     engine = pairs["int8_asym"].tensorrt()[0]
-    with pytest.raises(UserError, match=rf"backend\.max_tokens={TOKENS}: a sequence would get 321 tokens"):
+    with pytest.raises(UserError, match=rf"backend\.max_tokens={TOKENS}: a sequence would have 321 tokens"):
         engine.prefill([[1] * (TOKENS + 1)])
     engine.prefill([[1]] * BATCH)
     with pytest.raises(UserError, match=rf"backend\.max_batch={BATCH}"):

@@ -23,7 +23,7 @@ from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.bundle import PLANS
-from stages.engines.tensorrt.plugin import default_counts, use_plugin, with_plugin
+from stages.engines.tensorrt.plugin import default_counts, insert_plugin, use_plugin
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.onnx_body import FLOAT_TYPES
 from stages.policies.policy import KVPolicy, LayerOverride
@@ -197,10 +197,10 @@ def test_layers_without_the_plugin_have_a_reason(
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
     surgery = graphs["aged"]
     given: dict[Mode, Path] = {mode: surgery.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
-    written, native = with_plugin(given, tmp_path, surgery.bundle.model, surgery.limits, sm=SM)
+    written, native = insert_plugin(given, tmp_path, surgery.bundle.model, surgery.limits, sm=SM)
     assert native == {1: INT4_KEYS}
     without = replace(surgery.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
-    assert with_plugin(given, tmp_path, surgery.bundle.model, without, sm=SM)[0] is given
+    assert insert_plugin(given, tmp_path, surgery.bundle.model, without, sm=SM)[0] is given
     for mode, operation in (("decode", "decode_partial"), ("prefill", "context_partial")):
         model = onnx.load(written[mode], load_external_data=False)  # type: ignore[index]
         operators = {node.op_type for node in model.graph.node}

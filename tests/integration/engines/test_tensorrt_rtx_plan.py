@@ -160,8 +160,8 @@ def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], 
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
     ours = load("tensorrt_rtx").version
     monkeypatch.setattr(Library, "version", property(lambda _: "1.8"))
-    both = rf"built for TensorRT for RTX {ours} and SM 8\.9, 12\.0, this machine has TensorRT for RTX 1\.8 and SM 9\.0"
-    with pytest.raises(MissingRequirement, match=both):
+    message = rf"built for TensorRT for RTX {ours} and SM 8\.9, 12\.0, but this machine has TensorRT for RTX 1\.8 and SM 9\.0"
+    with pytest.raises(MissingRequirement, match=message):
         load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
 
 

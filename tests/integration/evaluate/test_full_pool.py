@@ -77,7 +77,7 @@ def match_prefixes_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resume_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume a preempted request one token too late."""
-    sound = preemption._join
+    sound = preemption._prefill_requests
 
     def join(engine: Any, joining: Any) -> Any:
         logits = sound(engine, joining)
@@ -85,7 +85,7 @@ def resume_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
             request.stored += request.preempted > 0
         return logits
 
-    monkeypatch.setattr(preemption, "_join", join)
+    monkeypatch.setattr(preemption, "_prefill_requests", join)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from helpers.policies.shipped import SHIPPED
 from torch import Tensor
 
 from stages.checkpoints.exports import UNIFIED_HF_KV, export_refusal
-from stages.engines.reference.formats import dequantize, quantize, rotated
+from stages.engines.reference.formats import dequantize, quantize, rotate
 from stages.policies.formats import Format, Rotation
 from stages.policies.policy import KVPolicy
 
@@ -41,9 +41,9 @@ def test_nvfp4_is_bit_for_bit_the_packing_of_modelopt(rotation: Rotation, vector
     form = NVFP4.model_copy(update={"rotation": rotation})
     static = fixed(vectors / 1.2, form)
     assert static is not None
-    packed, scales, layer_scale = NVFP4QTensor.quantize(rotated(vectors, form).clone(), 16, None, static.scale.flatten()[0])
+    packed, scales, layer_scale = NVFP4QTensor.quantize(rotate(vectors, form).clone(), 16, None, static.scale.flatten()[0])
     theirs = packed.dequantize(torch.float32, scale=scales, double_scale=layer_scale, block_sizes={-1: 16})
-    assert torch.equal(dequantize(quantize(vectors, form, static), form, static), rotated(theirs, form))
+    assert torch.equal(dequantize(quantize(vectors, form, static), form, static), rotate(theirs, form))
 
 
 def test_modelopt_exports_nvfp4_with_six_times_its_scale() -> None:
@@ -85,7 +85,7 @@ def test_modelopt_and_the_reference_round_alike(form: Format, vectors: Tensor) -
     integer = {"narrow_range": True} if form.code.kind == "integer" else {}
     quantizer.set_from_attribute_config({"num_bits": form.code.modelopt_bits, "axis": axis, "enable": True, **integer})
     quantizer.amax = amax.reshape(()) if axis is None else amax
-    theirs = rotated(quantizer(rotated(vectors, form)[None])[0], form)
+    theirs = rotate(quantizer(rotate(vectors, form)[None])[0], form)
     close = CLOSE * vectors.abs().amax(-1, keepdim=True)
     assert ((dequantize(stored, form, static) - theirs).abs() > close).float().mean() <= TIES
     assert ((vectors - theirs).abs() > close).float().mean() > 0.5

@@ -23,7 +23,7 @@ from stages.checkpoints.weights import check_weights
 from stages.core.digest import file_digest
 from stages.core.errors import UserError
 from stages.engines.reference.model import round_inputs
-from stages.engines.trtllm.backend import refuse
+from stages.engines.trtllm.backend import target_refusal
 from stages.policies.policy import KVShape, Side
 from stages.quantize.materialize import checkpoint_scales, copy_without_scales, write_plain
 
@@ -35,7 +35,7 @@ def test_head_dim_and_kv_heads_have_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "link", "taken"),
+    ("folder", "link", "accepted"),
     [
         ("models--a--b/snapshots/0a1b", "../../blobs/private.json", True),
         ("models--a--b/snapshots/0a1b", "../../private.json", False),
@@ -43,14 +43,16 @@ def test_head_dim_and_kv_heads_have_defaults(tmp_path: Path) -> None:
         ("home/snapshots/model", "../../blobs/private.json", False),
     ],
 )
-def test_a_snapshot_links_only_to_blobs_of_its_model(folder: str, link: str, taken: bool, tmp_path: Path) -> None:
+def test_a_snapshot_links_only_to_blobs_of_its_model(folder: str, link: str, accepted: bool, tmp_path: Path) -> None:
     (tmp_path / folder).mkdir(parents=True)
     make(tmp_path / folder)
     target = (tmp_path / folder / link).resolve()
     target.parent.mkdir(exist_ok=True)
     target.write_text("{}")
     (tmp_path / folder / "added_tokens.json").symlink_to(link)
-    with nullcontext() if taken else pytest.raises(UserError, match=r"added_tokens\.json is a link that leaves the directory"):
+    with (
+        nullcontext() if accepted else pytest.raises(UserError, match=r"added_tokens\.json is a link that leaves the directory")
+    ):
         inspect_checkpoint(tmp_path / folder)
 
 
@@ -101,8 +103,8 @@ def test_each_layers_window_is_that_of_transformers(
     tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     """test_families.py compares logits; test_family_checkpoints.py tests the defaults of missing keys."""
-    given = {key: value for key, value in changes.items() if value is not ...}
-    assert inspect_checkpoint(make(tmp_path, **given)).shape.windows == windows
+    config = {key: value for key, value in changes.items() if value is not ...}
+    assert inspect_checkpoint(make(tmp_path, **config)).shape.windows == windows
 
 
 @pytest.mark.parametrize(
@@ -174,10 +176,10 @@ def test_each_quantized_form_is_described_and_dequantized(form: str, tiny_checkp
     check_weights(info, expected_tensors)
     check_finite(info)
     write_plain(info, tmp_path / "plain", lambda *_: None)
-    written = load_file(tmp_path / "plain" / "model.safetensors")
-    assert written.keys() == numbers.keys()
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    assert tensors.keys() == numbers.keys()
     for name, weight in numbers.items():
-        assert torch.equal(written[name], weight), name
+        assert torch.equal(tensors[name], weight), name
     assert inspect_checkpoint(tmp_path / "plain").quantized is None
     check_weights(inspect_checkpoint(tmp_path / "plain"), expected_tensors)
 
@@ -192,8 +194,8 @@ def test_cache_scales_are_read_and_not_served(tiny_checkpoint: Path, tmp_path: P
     assert [scales.layers[1][side].scale for side in (Side.KEY, Side.VALUE)] == [(0.125,), (0.0625,)]
     assert checkpoint_scales(info.path, SHIPPED["fp8_head"], info.shape) is None
     copy_without_scales(info, tmp_path / "served")
-    given, served = (load_file(folder / "model.safetensors") for folder in (info.path, tmp_path / "served"))
-    assert given.keys() - served.keys() == {name for name in given if name.endswith(("k_scale", "v_scale"))}
+    original, served = (load_file(folder / "model.safetensors") for folder in (info.path, tmp_path / "served"))
+    assert original.keys() - served.keys() == {name for name in original if name.endswith(("k_scale", "v_scale"))}
 
 
 def test_the_reference_rounds_inputs_in_the_same_layers(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -219,8 +221,8 @@ def test_tensorrt_llm_accepts_only_weights_of_modelopt(form: str, tiny_checkpoin
     policy = SHIPPED["fp8"]
     copy_without_scales(info, tmp_path / "made" / SERVED)
     report = export_quantized(tmp_path / "made" / SERVED, tmp_path / "unified_hf", policy)
-    engine, pytorch = (refuse(target, policy, "none", info, 1) for target in ("engine", "pytorch"))
-    assert "backend.target=engine: weights that are quantized already; use backend=vllm" in str(engine)
+    engine, pytorch = (target_refusal(target, policy, "none", info, 1) for target in ("engine", "pytorch"))
+    assert "backend.target=engine: weights that are already quantized; use backend=vllm" in str(engine)
     assert report["tensorrt_llm"] is not None
     assert (report["unified_hf"] is None) is (form == "ModelOpt FP8") is (pytorch is None)
     if pytorch is None:
@@ -235,10 +237,10 @@ def test_numbers_that_are_not_finite_as_float32_are_refused(tiny_checkpoint: Pat
     stored, name = load_file(tmp_path / "given" / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
     nan = stored[name].clone()
     nan.view(torch.uint8)[3, 4] = 0xFF
-    most = torch.finfo(torch.float32).max
+    largest = torch.finfo(torch.float32).max
     for tensor, refused in (
         (nan, True),
-        (torch.tensor([most], dtype=torch.float64), False),
+        (torch.tensor([largest], dtype=torch.float64), False),
         (torch.tensor([1e39], dtype=torch.float64), True),
     ):
         save_file(stored | {name: tensor}, tmp_path / "given" / "model.safetensors")

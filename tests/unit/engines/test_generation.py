@@ -104,7 +104,7 @@ def test_an_error_releases_every_sequence(fails_at: int) -> None:
     ("changes", "message"),
     [
         ({"max_sequences": 0}, "max_sequences must be at least 1, got 0"),
-        ({"prompts": [*PROMPTS[:6], []]}, "a prompt must hold at least one token"),
+        ({"prompts": [*PROMPTS[:6], []]}, "a prompt must have at least one token"),
         ({"prompts": [*PROMPTS[:6], [1, VOCAB]]}, rf"token ids must be in \[0, {VOCAB}\), got 1 to {VOCAB}"),
         ({"prompts": [*PROMPTS[:6], [-1]]}, rf"token ids must be in \[0, {VOCAB}\), got -1"),
         ({"max_new_tokens": [1] * 6}, "max_new_tokens must be at least 1 for each of 7 prompts"),

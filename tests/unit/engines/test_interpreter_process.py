@@ -38,6 +38,6 @@ def test_a_dead_worker_is_reported_with_its_last_exception(printed: tuple[str, .
     script.write_text(f"import sys\nsys.stderr.write({chr(10).join(printed)!r})\nsys.exit(input() and 3)\n")
     with (
         Worker(Program("vllm", "vLLM", script, "pip install vllm"), sys.executable) as worker,
-        pytest.raises(UserError, match=rf"vLLM ended with exit code 3 in open; .*; it last said: {message}$"),
+        pytest.raises(UserError, match=rf"vLLM ended with exit code 3 in open; .*; its last output: {message}$"),
     ):
         worker.call("open", EmptyAnswer, 60)

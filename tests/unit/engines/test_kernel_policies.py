@@ -108,7 +108,7 @@ def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pyt
     with refused(MissingRequirement, "backend.device=cuda: torch finds no NVIDIA GPU here"):
         resolve_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", None)
-    with refused(MissingRequirement, "backend.device=cuda needs a torch that is built for CUDA"):
+    with refused(MissingRequirement, "backend.device=cuda needs a CUDA build of torch"):
         resolve_device("cuda")
 
 

@@ -93,7 +93,7 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("lacking", "stage", "kv", "message"),
     [
-        ("gpu", "build", "fp8k_int4v", r"has none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"),
+        ("gpu", "build", "fp8k_int4v", r"has no GPU with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without a GPU"),
         ("torch", "all", "fp8k_int4v", "install a CUDA build of torch"),
         ("triton", "build", "fp8k_int4v", r"needs Triton .*kvgate\[kernels\]"),
         ("triton", "evaluate", "int8_asym", "needs Triton"),  # the kernels support the baseline's keys

@@ -19,7 +19,7 @@ from stages.engines.reference import attention
 from stages.engines.reference.attention import BLOCK_BYTES, BLOCK_ROWS, AttentionPiece, Span
 from stages.engines.reference.device import MIN_BYTES, reference_device
 from stages.engines.reference.engine import TorchEngine
-from stages.engines.reference.placing import place, shorten, within_memory
+from stages.engines.reference.placing import place_model, store_in_16_bits, within_memory
 from stages.policies.formats import Format
 from stages.policies.policy import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Window
 
@@ -76,8 +76,8 @@ def test_16_bit_weights_give_the_same_logits_bit_for_bit() -> None:
     exact = models[1].model.layers[1].mlp.up_proj.weight
     for model in models:  # adds a value that 16 bits cannot represent
         model.model.layers[1].mlp.up_proj.weight.data += 2.0**-20 / 3
-    assert place(models[0], CPU) is models[0]
-    shorten(models[1], CPU)
+    assert place_model(models[0], CPU) is models[0]
+    store_in_16_bits(models[1], CPU)
     for _ in range(2):
         wide, short = (TorchEngine.from_model(model, SHIPPED["int8"]).forced(text, 100) for model in models)
         assert wide.tobytes() == short.tobytes()
@@ -175,7 +175,7 @@ def test_every_row_reads_each_token_once_from_the_right_copy(number: int, spans:
     policy, slide = POLICIES[number], SLIDES[number]
     starts = {row: row if span.start is None else span.start for span in spans for row in range(span.begin, span.end)}
     covered: list[int] = []
-    for block in attention.plan(policy, spans, row_bytes=1, slides={slide}):
+    for block in attention.plan_blocks(policy, spans, row_bytes=1, slides={slide}):
         covered += range(block.begin, block.end)
         assert set(block.pieces) == {(slide, False)} | ({(slide, True)} if policy.window else set())
         for (_, windowed), pieces in block.pieces.items():
@@ -189,7 +189,7 @@ def test_every_row_reads_each_token_once_from_the_right_copy(number: int, spans:
 
 def test_a_blocks_scores_are_bounded_for_any_context() -> None:
     for row_bytes in (100, 1 << 19, 1 << 22):
-        blocks = attention.plan(POLICIES[0], [Span(0, 1000, 0)], row_bytes)
+        blocks = attention.plan_blocks(POLICIES[0], [Span(0, 1000, 0)], row_bytes)
         rows = max(block.end - block.begin for block in blocks)
         assert rows == min(BLOCK_ROWS, BLOCK_BYTES // row_bytes)
-    assert max(block.end - block.begin for block in attention.plan(POLICIES[0], [Span(0, 9, 0)], 2 * BLOCK_BYTES)) == 1
+    assert max(block.end - block.begin for block in attention.plan_blocks(POLICIES[0], [Span(0, 9, 0)], 2 * BLOCK_BYTES)) == 1

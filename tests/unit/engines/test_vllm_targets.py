@@ -34,7 +34,7 @@ from stages.engines.vllm.backend import (
     refuse_dtype,
     skipped_layers,
 )
-from stages.engines.vllm.engine import EVALUATED, VllmEngine
+from stages.engines.vllm.engine import EVALUATION_ARGS, VllmEngine
 from stages.policies.delivery import LayerDelivery
 from stages.policies.policy import SIDES, KVPolicy, KVShape
 
@@ -42,9 +42,9 @@ EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 
 
 def interpreter(**changes: Any) -> Interpreter:
-    known = {"release": "0.32.0", "platform": "cpu", "cache_dtypes": ["auto", "bfloat16"], "refused": {}}
-    given = {"python": "3.12.3", "devices": [], **known, **changes}
-    return Interpreter(PROGRAM, "python", VllmDescription.model_validate(given))
+    defaults = {"release": "0.32.0", "platform": "cpu", "cache_dtypes": ["auto", "bfloat16"], "refused": {}}
+    fields = {"python": "3.12.3", "devices": [], **defaults, **changes}
+    return Interpreter(PROGRAM, "python", VllmDescription.model_validate(fields))
 
 
 def test_an_old_release_is_refused_with_the_needed_one(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_what_fits_is_not_refused() -> None:
     ("check", "expected"),
     [
         (lambda: cache_dtype(SHIPPED["int4"], TWO), "^kv=int4: backend=vllm cannot hold it"),
-        (lambda: cache_dtype(SHIPPED["fp8_token"], TWO), "^kv=fp8_token: .*fp8_per_token_head keeps float32 scales"),
+        (lambda: cache_dtype(SHIPPED["fp8_token"], TWO), "^kv=fp8_token: .*fp8_per_token_head has float32 scales"),
         (
             lambda: cache_dtype(k8v4(overrides=[{"layers": [0], "key": EXACT["key"]}]), TWO),
             r"overrides\.0\.key fp16 none: its cache has one type",
@@ -103,11 +103,11 @@ def test_what_fits_is_not_refused() -> None:
         ),
         (
             lambda: check_boundaries(skipping(0, 1, 28), "turboquant_k8v4", 30),
-            r"^kv=vllm_k8v4: vLLM leaves layers 0, 1, 28, 29 at 16 bits under turboquant_k8v4: set ",
+            r"^kv=vllm_k8v4: with turboquant_k8v4, vLLM keeps layers 0, 1, 28, 29 at 16 bits: set ",
         ),
         (
             lambda: refuse_dtype(SHIPPED["fp8"], "fp8_e4m3", interpreter()),
-            r"^kv=fp8: vLLM 0\.32\.0 has no cache of type fp8_e4m3; it knows auto, bfloat16",
+            r"^kv=fp8: vLLM 0\.32\.0 has no cache of type fp8_e4m3; it supports auto, bfloat16",
         ),
         (
             lambda: refuse_dtype(SHIPPED["fp8"], "auto", interpreter(refused={"auto": "it needs AVX-512"})),
@@ -117,7 +117,7 @@ def test_what_fits_is_not_refused() -> None:
         (lambda: check_split(3, 9, 2), r"^backend\.tensor_parallel_size=3: does not divide the model's 2 KV heads; use a"),
         (
             lambda: check_judging(TWO, interpreter(platform="cuda")),
-            r"tensor_parallel_size=2: an evaluation runs on as many GPUs, .* shows 0; build",
+            r"tensor_parallel_size=2: an evaluation needs 2 GPUs, .* has 0; build",
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_vllm_cannot_do_is_refused_by_its_key(check: Callable[[], object], 
 
 def test_quantized_weights_are_refused_without_an_interpreter(tiny_checkpoint: Path) -> None:
     job = Job(SHIPPED["fp8"], "fp8", inspect_checkpoint(tiny_checkpoint))
-    with pytest.raises(UserError, match=r"^weights=fp8: backend=vllm is given 16-bit weights"):
+    with pytest.raises(UserError, match=r"^weights=fp8: backend=vllm loads 16-bit weights"):
         VllmBackend(config_of("vllm", "/nowhere")).check_inputs(job)
 
 
@@ -136,9 +136,9 @@ def test_quantized_weights_are_refused_without_an_interpreter(tiny_checkpoint: P
 def test_scales_are_refused_only_on_audited_releases(
     release: str, audited: bool, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = interpreter(release=release, cache_dtypes=["fp8_e4m3"])
+    installed = interpreter(release=release, cache_dtypes=["fp8_e4m3"])
     skipped = Audit("vLLM", [LayerDelivery(dict.fromkeys(SIDES, (0.5,)), dict.fromkeys(SIDES, (1.0,)))], ["layer 0: skipped"])
-    monkeypatch.setattr(VllmBackend, "interpreter", there)
+    monkeypatch.setattr(VllmBackend, "interpreter", installed)
     monkeypatch.setattr(VllmBackend, "audit", lambda *_: skipped)
     backend = VllmBackend(config_of("vllm", "python"))
     weights = Quantized("compressed-tensors", "compressed-tensors FP8", (), "exact")
@@ -153,8 +153,8 @@ def test_scales_are_refused_only_on_audited_releases(
 def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VllmEngine.__mro__[1], "_check_machine", lambda *_: None)
     engine: Any = VllmEngine.__new__(VllmEngine)
-    engine._described, engine._interpreter = SimpleNamespace(platform="cpu"), interpreter(platform="tpu")
-    with pytest.raises(MissingRequirement, match=r"pinned for vLLM on cpu, .* has it on tpu"):
+    engine._record, engine._interpreter = SimpleNamespace(platform="cpu"), interpreter(platform="tpu")
+    with pytest.raises(MissingRequirement, match=r"pinned for vLLM on cpu, .* has vLLM on tpu"):
         engine._check_machine(Path("bundle"))
 
 
@@ -176,15 +176,15 @@ def test_the_served_engine_has_defaults_the_judged_one_is_eager(
     opened: dict[str, Any] = {}
     monkeypatch.setattr(VllmEngine, "_load_model", lambda *_, engine_args, **__: opened.update(engine_args))
     engine: Any = VllmEngine.__new__(VllmEngine)
-    engine._described = SimpleNamespace(arguments=arguments, kv_scales_in_checkpoint=False)
-    engine._config, engine._interpreter, engine._evaluated = config, interpreter(platform="cuda"), EVALUATED
+    engine._record = SimpleNamespace(arguments=arguments, kv_scales_in_checkpoint=False)
+    engine._config, engine._interpreter, engine._evaluated = config, interpreter(platform="cuda"), EVALUATION_ARGS
     engine._bundle, engine._fault, engine.max_tokens = Path("bundle"), 1.0, config.max_model_len
     engine.shape = KVShape(layers=32, kv_heads=8, head_dim=128)
     engine._open()
     assert opened["enforce_eager"] is True
     assert opened["kv_cache_memory_bytes"] == judged
-    assert {name: opened[name] for name in arguments if name not in EVALUATED} == {
-        name: value for name, value in arguments.items() if name not in EVALUATED
+    assert {name: opened[name] for name in arguments if name not in EVALUATION_ARGS} == {
+        name: value for name, value in arguments.items() if name not in EVALUATION_ARGS
     }
 
 
@@ -209,12 +209,14 @@ def test_scored_rows_are_returned_if_vllm_sampled_from_them(worker: Any, tmp_pat
     def handed(reported: torch.Tensor) -> Any:
         """Return the worker's answer for rows whose steps vLLM reports with the logits `reported`."""
         for step, row in enumerate(ROWS):
-            worker.kvgate_rows.put(str(path), REQUEST, step, row)
+            worker.kvgate_rows.write_row(str(path), REQUEST, step, row)
         pairs = zip(reported.log_softmax(-1), TOKENS, strict=True)
-        said = [{token: SimpleNamespace(logprob=float(row[token]))} for row, token in pairs]
-        return worker._answer(REQUEST, str(path), SimpleNamespace(outputs=[SimpleNamespace(token_ids=TOKENS, logprobs=said)]))
+        logprobs = [{token: SimpleNamespace(logprob=float(row[token]))} for row, token in pairs]
+        return worker._answer(
+            REQUEST, str(path), SimpleNamespace(outputs=[SimpleNamespace(token_ids=TOKENS, logprobs=logprobs)])
+        )
 
     assert handed(ROWS) == {"tokens": list(TOKENS), "logits": str(path), "shape": [2, 3]}
     assert torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32).view(2, 3).equal(ROWS[1:])
-    with pytest.raises(RuntimeError, match=r"step 1: log-probability -\d.* was reported of token 0, its row has -0\."):
+    with pytest.raises(RuntimeError, match=r"step 1: token 0 has log-probability -\d.*, but -0\..* in its row"):
         handed(ROWS.roll(1, dims=0))

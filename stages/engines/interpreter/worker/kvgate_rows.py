@@ -12,7 +12,7 @@ STEPS = ".steps"
 """Suffix of the file that lists the steps whose rows were written, one per line."""
 
 
-def described(release: str, **more: Any) -> dict[str, Any]:
+def installation(release: str, **extra: Any) -> dict[str, Any]:
     """Return the answer to `describe`: the library's release and this process's visible GPUs in CUDA's order."""
     import torch
 
@@ -21,7 +21,7 @@ def described(release: str, **more: Any) -> dict[str, Any]:
         for i in range(torch.cuda.device_count())
     ]
     python = ".".join(map(str, sys.version_info[:3]))
-    return {"release": release, "python": python, "devices": devices, **more}
+    return {"release": release, "python": python, "devices": devices, **extra}
 
 
 def run(
@@ -30,24 +30,24 @@ def run(
     """Answer `run`. `generate(prompts, requests, paths)` returns each request's tokens and writes its rows to its path."""
     paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
     generated = generate([request.pop("prompt") for request in requests], requests, paths)
-    return {"answers": [answer(*row) for row in zip(paths, requests, generated, strict=True)]}
+    return {"answers": [checked_answer(*row) for row in zip(paths, requests, generated, strict=True)]}
 
 
-def force(row: Any, generated: Sequence[int], forced: Sequence[int]) -> None:
-    """Mask the logits of a step so that the next forced token, if any is left, is chosen.
+def force_token(row: Any, generated: Sequence[int], forced: Sequence[int]) -> None:
+    """Mask the logits of a step so that the next forced token is chosen, if one remains.
 
     Raises RuntimeError if an earlier step chose a token other than its forced one.
     """
     mismatch = next((i for i, (token, other) in enumerate(zip(generated, forced, strict=False)) if token != other), None)
     if mismatch is not None:
-        raise RuntimeError(f"step {mismatch}: token {generated[mismatch]} was taken, {forced[mismatch]} was forced")
+        raise RuntimeError(f"step {mismatch}: token {generated[mismatch]} was chosen, but {forced[mismatch]} was forced")
     if len(generated) < len(forced):
         row.fill_(float("-inf"))
         row[forced[len(generated)]] = 0.0
 
 
-def put(path: str, request: dict[str, Any], step: int, row: Any) -> None:
-    """Write the logits (V) of a step to the file of a request's rows, unless the step is skipped.
+def write_row(path: str, request: dict[str, Any], step: int, row: Any) -> None:
+    """Write the logits (V) of a step to the request's file, unless the step is skipped.
 
     A step may be written more than once: every chunk of a prompt is sampled, and a preempted request starts again. The last
     row counts.
@@ -64,16 +64,16 @@ def put(path: str, request: dict[str, Any], step: int, row: Any) -> None:
         steps.write(f"{step}\n")
 
 
-def answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+def checked_answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
     """Return the answer to a request. Raises RuntimeError if a forced token was not chosen or a row is missing."""
     forced, steps = request["forced"], Path(path + STEPS)
     if len(tokens) != request["tokens"] or list(tokens[: len(forced)]) != forced:
         raise RuntimeError(
-            f"{request['tokens']} tokens were asked for, {len(forced)} of them forced: {len(tokens)} came, or others"
+            f"requested {request['tokens']} tokens, {len(forced)} of them forced; got {len(tokens)} tokens, or other tokens"
         )
     step_numbers = map(int, steps.read_text().split() if steps.exists() else ())
     missing = set(range(request["skip"], request["tokens"])) - set(step_numbers)
     if missing:
-        raise RuntimeError(f"step {min(missing)}: no logits were seen")
+        raise RuntimeError(f"step {min(missing)}: no logits were recorded")
     count = request["tokens"] - request["skip"]
     return {"tokens": list(tokens), "logits": path, "shape": [count, Path(path).stat().st_size // 4 // count]}

@@ -18,7 +18,7 @@ BLOCK_BYTES = {1: 2, 2: 18, 8: 34}
 
 
 class State:
-    """Views into the bytes of `llama_state_seq_get_data` (src/llama-kv-cache.cpp). Changing a view changes the bytes."""
+    """Views of the bytes of `llama_state_seq_get_data` (src/llama-kv-cache.cpp). Writing to a view changes the bytes."""
 
     def __init__(self, state: Any) -> None:
         self.bytes, self._place = state, 8  # skips a magic number and the sequence
@@ -32,7 +32,7 @@ class State:
             if cells:
                 self._stream(cells)
         if self._place != len(self.bytes):
-            raise RuntimeError(f"the state has {len(self.bytes)} bytes, {self._place} were read")
+            raise RuntimeError(f"the state has {len(self.bytes)} bytes, but only {self._place} were read")
 
     def _stream(self, cells: int) -> None:
         self.tokens = cells
@@ -42,14 +42,14 @@ class State:
             sequences = self._number("u4")
             self._place += 4 * sequences
         if positions != list(range(cells)):
-            raise RuntimeError(f"tokens lie at positions {positions[:8]}... of the state, and not in their order")
+            raise RuntimeError(f"the tokens of the state are not in order: positions {positions[:8]}...")
         transposed, layers = self._number("u4"), self._number("u4")
         for part in range(2 * layers):
             self.kinds.append(self._number("i4"))
-            turned = transposed and part >= layers
-            width = self._number("u4") * self._number("u4") if turned else self._number("u8")
+            is_transposed = transposed and part >= layers
+            width = self._number("u4") * self._number("u4") if is_transposed else self._number("u8")
             view = self.bytes[self._place : self._place + cells * width]
-            self.parts.append(view.view("<u2").reshape(-1, cells).T if turned else view.reshape(cells, width))
+            self.parts.append(view.view("<u2").reshape(-1, cells).T if is_transposed else view.reshape(cells, width))
             self._place += cells * width
 
     def _number(self, kind: str) -> int:
@@ -82,10 +82,10 @@ Row = tuple[int, int, int, bool]
 ERROR = 4
 """The ggml_log_level of errors."""
 DECODED_TOGETHER = 32
-"""Maximum tokens of a sequence with logits in one batch. With an f16 cache, attention over 64 or more tokens uses another
+"""Maximum tokens per sequence with logits in one batch. With an f16 cache, attention of 64 or more tokens uses another
 algorithm than a decode step (GGML_FA_TILE_Q)."""
 MIN_SHARED = 32
-"""Minimum length in tokens of a common prefix that is decoded once for several prompts; the extra step must pay off."""
+"""Minimum tokens of a common prefix that is decoded once for several prompts. Shorter prefixes do not save time."""
 
 
 def describe() -> dict[str, Any]:
@@ -106,7 +106,9 @@ class LlamaCppModel:
         self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
         self.library: Any = llama_cpp
         self.errors: list[str] = []
-        self.listener = llama_cpp.llama_log_callback(self._heard)  # keeps the callback alive: llama.cpp stores only its address
+        self.listener = llama_cpp.llama_log_callback(
+            self._collect_error
+        )  # keeps the callback alive: llama.cpp stores only its address
         llama_cpp.llama_log_set(self.listener, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
@@ -126,14 +128,14 @@ class LlamaCppModel:
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         self._require(self.context)
 
-    def _heard(self, level: int, text: bytes, _: Any) -> None:
+    def _collect_error(self, level: int, text: bytes, _: Any) -> None:
         if level == ERROR:
             self.errors.append(text.decode(errors="replace").strip())
         sys.stderr.write(text.decode(errors="replace") if level == ERROR else "")
 
     def _require(self, pointer: Any) -> None:
         if not pointer:
-            raise RuntimeError("; ".join(self.errors) or "llama.cpp does not say why")
+            raise RuntimeError("; ".join(self.errors) or "llama.cpp gives no reason")
 
     def facts(self) -> dict[str, Any]:
         """Return the bytes per token in the cache of all layers, from two states whose lengths differ by one token."""
@@ -168,17 +170,17 @@ class LlamaCppModel:
         return {"answers": answers}
 
     def _answer(self, group: list[dict[str, Any]], key_fault: float) -> tuple[list[list[int]], list[dict[int, Any]]]:
-        """Return each request's tokens and its logits by step. Known tokens are decoded in batches, others one per step."""
+        """Return each request's tokens, and its logits by step. Known tokens are decoded in batches, others one by one."""
         generated: list[list[int]] = [[] for _ in group]
         rows: list[dict[int, Any]] = [{} for _ in group]
-        begun = self._begin([request["prompt"][:-1] for request in group])
+        cached = self._begin([request["prompt"][:-1] for request in group])
         pending = []
         for i, request in enumerate(group):
             if key_fault == 1.0:
                 generated[i] = request["forced"][: request["tokens"]]
             pending.append([*request["prompt"], *generated[i][: request["tokens"] - 1]])
         firsts = [len(request["prompt"]) - 1 for request in group]
-        self._decode([(pending[i][at], at, i, False) for i, first in enumerate(firsts) for at in range(begun[i], first)])
+        self._decode([(pending[i][at], at, i, False) for i, first in enumerate(firsts) for at in range(cached[i], first)])
         steps = [range(first, len(pending[i])) for i, first in enumerate(firsts)]
         for begin in range(0, max(map(len, steps)), DECODED_TOGETHER):
             parts = [step[begin : begin + DECODED_TOGETHER] for step in steps]
@@ -205,23 +207,23 @@ class LlamaCppModel:
 
     def _begin(self, prompts: list[list[int]]) -> list[int]:
         """Decode the common prefixes of prompts once; return the number of stored tokens per prompt."""
-        memory, begun = self.library.llama_get_memory(self.context), [0 for _ in prompts]
+        memory, cached = self.library.llama_get_memory(self.context), [0 for _ in prompts]
         for i, prompt in enumerate(prompts):
-            shared = [_alike(prompt, prompts[j][: begun[j]]) for j in range(i)]
+            shared = [_common_prefix(prompt, prompts[j][: cached[j]]) for j in range(i)]
             if max(shared, default=0) >= MIN_SHARED:
-                begun[i] = max(shared)
-                self.library.llama_memory_seq_cp(memory, shared.index(begun[i]), i, -1, -1)
-                self.library.llama_memory_seq_rm(memory, i, begun[i], -1)
-            needed = max((_alike(prompt, later) for later in prompts[i + 1 :]), default=0)
-            if needed >= begun[i] + MIN_SHARED:
-                self._decode([(prompt[position], position, i, False) for position in range(begun[i], needed)])
-                begun[i] = needed
-        return begun
+                cached[i] = max(shared)
+                self.library.llama_memory_seq_cp(memory, shared.index(cached[i]), i, -1, -1)
+                self.library.llama_memory_seq_rm(memory, i, cached[i], -1)
+            needed = max((_common_prefix(prompt, later) for later in prompts[i + 1 :]), default=0)
+            if needed >= cached[i] + MIN_SHARED:
+                self._decode([(prompt[position], position, i, False) for position in range(cached[i], needed)])
+                cached[i] = needed
+        return cached
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return first-token times, measured one prompt at a time, and step times with all prompts decoding together."""
         if len(prompts) > self.sequences:
-            raise RuntimeError(f"{len(prompts)} prompts, and memory for {self.sequences} sequences")
+            raise RuntimeError(f"{len(prompts)} prompts, but memory for only {self.sequences} sequences")
         self._clear()
         first, steps, last = [], [], []
         for i, prompt in enumerate(prompts):
@@ -240,7 +242,7 @@ class LlamaCppModel:
         self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
 
     def _decode(self, fed: list[Row]) -> list[Any]:
-        """Decode tokens in batches of at most `n_batch`; return the logits (V) of the tokens that ask for logits."""
+        """Decode tokens in batches of at most `n_batch`; return the logits (V) of the rows that request logits."""
         library, rows = self.library, []
         for part in (fed[begin : begin + self.batch] for begin in range(0, len(fed), self.batch)):
             batch = library.llama_batch_init(len(part), 0, 1)
@@ -265,7 +267,7 @@ class LlamaCppModel:
         state = np.zeros(size, np.uint8)
         pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if self.library.llama_state_seq_get_data(self.context, pointer, size, sequence) != size:
-            raise RuntimeError(f"the state of sequence {sequence} has not the {size} bytes that it is said to have")
+            raise RuntimeError(f"the state of sequence {sequence} does not have the reported size of {size} bytes")
         return State(state)
 
     def _corrupt(self, sequence: int, factor: float, first: int) -> int:
@@ -274,14 +276,14 @@ class LlamaCppModel:
         tokens = int(state.multiply_keys(factor, first))
         pointer = state.bytes.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if not self.library.llama_state_seq_set_data(self.context, pointer, state.bytes.nbytes, sequence):
-            raise RuntimeError("llama.cpp does not take a state back")
+            raise RuntimeError("llama.cpp refuses the changed state")
         return tokens
 
 
-def _alike(first: list[int], other: list[int]) -> int:
+def _common_prefix(first: list[int], other: list[int]) -> int:
     """Return the length of the common prefix of two token lists."""
     pairs = enumerate(zip(first, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))
+    return next((position for position, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Compiles the attention kernel for this machine and a model's heads, once, into a cache that only its user can write to.
+"""Compiles the attention kernel for this machine and a model's heads into a private cache of the user.
 
-Libraries are loaded only from that cache, and compiled only from this package's sources: bundles and checkpoints are data. A
+Libraries are loaded only from that cache, and compiled only from this package's sources, never from a bundle. A
 library's file name ends with the sha256 of its bytes. Loading checks it, because a truncated library would crash the process.
 """
 
@@ -28,10 +28,10 @@ SOURCES = ("operator.c", "prefill.c", "attention.c", "pages.h", "codes.h", "ort_
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
 
 FEATURES = {"avx2", "f16c", "fma"}
-"""Minimum features of the x86-64 processor. With AVX-512 the kernel is faster."""
+"""Required features of the x86-64 processor. With AVX-512 the kernel is faster."""
 
-SECONDS = 300
-"""Time limit of a compilation, which takes a few seconds on an idle machine."""
+TIMEOUT_S = 300
+"""Time limit of a compilation in seconds; on an idle machine it takes a few seconds."""
 
 HINT = "install a C compiler (Debian: gcc and libc6-dev) or `pip install 'kvgate[native]'`, or set backend.attention=graph"
 
@@ -72,12 +72,12 @@ def require_compiler() -> Compiler:
     if compiler is None:
         if not _processor()[1] >= FEATURES:
             raise MissingRequirement("backend.attention=native needs Linux on x86-64 with AVX2: set backend.attention=graph")
-        raise MissingRequirement(f"backend.attention=native compiles its kernel, and there is no C compiler here: {HINT}")
+        raise MissingRequirement(f"backend.attention=native compiles its kernel, but there is no C compiler here: {HINT}")
     return compiler
 
 
 def kernel_digest(compiler: Compiler) -> str:
-    """Return the digest of everything that determines the kernel's machine code, except the model's heads."""
+    """Return the digest of sources, flags, compiler and processor, which determine the kernel's code for given heads."""
     digest = hashlib.sha256()
     name, features = _processor()
     for part in (*FLAGS, compiler.version, name, *sorted(features)):
@@ -102,7 +102,7 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
     name = f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}"
     for library in sorted(folder.glob(f"{name}-*.so")):
         with suppress(FileNotFoundError):  # another process removed it
-            if library == _named_by_bytes(library, folder, name):
+            if library == _path_with_digest(library, folder, name):
                 return library
             library.unlink()
     with tempfile.TemporaryDirectory(dir=folder, prefix="compile-") as work:
@@ -114,18 +114,18 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
         except (OSError, subprocess.SubprocessError) as error:
             raise MissingRequirement(f"{compiler.command[-1]} cannot compile the attention kernel: {error}; {HINT}") from error
         if answer.returncode or not out.is_file():
-            printed = answer.stderr.splitlines() or ["no output"]
-            first = next((line for line in printed if "error" in line), printed[0])
+            lines = answer.stderr.splitlines() or ["no output"]
+            first = next((line for line in lines if "error" in line), lines[0])
             reason = f"{compiler.version} cannot compile the attention kernel: {first.strip()}"
-            raise MissingRequirement(f"{reason}; install a newer one, or set backend.attention=graph")
-        with out.open("rb") as written:
-            os.fsync(written.fileno())
+            raise MissingRequirement(f"{reason}; install a newer compiler, or set backend.attention=graph")
+        with out.open("rb") as stream:
+            os.fsync(stream.fileno())
         out.chmod(0o500)
-        return out.replace(_named_by_bytes(out, folder, name))
+        return out.replace(_path_with_digest(out, folder, name))
 
 
-def _named_by_bytes(file: Path, folder: Path, name: str) -> Path:
-    """Return the path in the cache for a library with the bytes of `file`."""
+def _path_with_digest(file: Path, folder: Path, name: str) -> Path:
+    """Return the cache path of a library, which contains the digest of its bytes."""
     return folder / f"{name}-{file_digest(file)}.so"
 
 
@@ -151,7 +151,7 @@ def cache_folder() -> Path:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = child_environment()
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS, env=environment)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
 
 
 def _source(name: str) -> Path:

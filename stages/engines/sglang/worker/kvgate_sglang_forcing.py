@@ -20,6 +20,6 @@ class SglangForcedTokens(CustomLogitProcessor):  # type: ignore[misc]
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:
         for row, params in enumerate(custom_param_list or []):
             generated, request = list(params["__req__"].output_ids), params[REQUEST]
-            kvgate_rows.put(params[ROWS], request, len(generated), logits[row])
-            kvgate_rows.force(logits[row], generated, request["forced"])
+            kvgate_rows.write_row(params[ROWS], request, len(generated), logits[row])
+            kvgate_rows.force_token(logits[row], generated, request["forced"])
         return logits

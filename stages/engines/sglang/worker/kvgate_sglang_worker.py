@@ -1,7 +1,7 @@
 """Runs in SGLang's interpreter and answers the requests of `kvgate_channel`.
 
 Needs only SGLang and its dependencies (numpy, torch). Checked against release 0.5.23. `make test-sglang-source` runs it with
-that release's own Python code on a CPU and stubs for compiled parts; it was never run with CUDA kernels.
+that release's Python code on a CPU, with stubs for compiled parts. The worker was never run with CUDA kernels.
 """
 
 import itertools
@@ -17,7 +17,7 @@ def describe() -> dict[str, Any]:
     """Return the installed release and the visible GPUs."""
     import sglang
 
-    described: dict[str, Any] = kvgate_rows.described(sglang.__version__)
+    described: dict[str, Any] = kvgate_rows.installation(sglang.__version__)
     return described
 
 
@@ -84,7 +84,7 @@ class SglangModel:
             while len(times) < min(arrived):
                 times.append(time.perf_counter())
         if len(times) < tokens:
-            raise RuntimeError(f"{len(times)} of {tokens} steps of all {len(prompts)} prompts together were seen")
+            raise RuntimeError(f"only {len(times)} of {tokens} steps decoded all {len(prompts)} prompts together")
         return {
             "first_token_ms": first,
             "step_ms": [(late - early) * 1e3 for early, late in itertools.pairwise(times)],

@@ -11,13 +11,13 @@ from typing import Any
 import kvgate_rows
 
 CALLS = ".calls"
-"""Suffix of the file that exists if a request's processor was called more often than the request has tokens."""
+"""Suffix of a file that marks a request whose processor was called more often than the request has tokens."""
 
 
 def refuse_more_calls(requests: list[dict[str, Any]], paths: list[str]) -> None:
     """Raise RuntimeError if a processor was called more often than its request has tokens.
 
-    A release that computes prompts in chunks calls the processor once per chunk, so every later token is one step late.
+    A release that computes prompts in chunks calls the processor once per chunk, so that later tokens would be forced too late.
     """
     for request, path in zip(requests, paths, strict=True):
         if Path(path + CALLS).exists():
@@ -49,8 +49,8 @@ class ForcedTokens:
             Path(self.path + CALLS).touch()
         with _on_stream(stream_ptr):
             row = logits.reshape(-1)
-            kvgate_rows.put(self.path, self.request, self.step, row)
-            kvgate_rows.force(row, forced[: self.step], forced)
+            kvgate_rows.write_row(self.path, self.request, self.step, row)
+            kvgate_rows.force_token(row, forced[: self.step], forced)
         self.step += 1
 
 

@@ -21,14 +21,14 @@ import kvgate_forcing
 import kvgate_rows
 
 ATTENTION = ("tensorrt_llm._torch.attention_backend.trtllm", "tensorrt_llm._torch.attention.backends.trtllm")
-"""Modules of the PyTorch runtime's attention in releases from 1.3 on, the earlier one first."""
+"""Modules with the PyTorch runtime's attention, in releases from 1.3 on; the older name first."""
 SWITCHES = (
     "enable_in_graph_sampling",
     "enable_low_latency_host_dispatch",
     "enable_early_first_token_response",
     "use_kv_cache_manager_v2",
 )
-"""Switches that change where logits are computed or pages are managed. They exist in some releases, and defaults may change."""
+"""Switches that change where logits are computed or pages are managed. Some releases lack them, and defaults may change."""
 BUILD_MODULE = "tensorrt_llm.commands.build"
 """The module that `trtllm-build` runs."""
 
@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
     """
     import tensorrt_llm
 
-    described: dict[str, Any] = kvgate_rows.described(tensorrt_llm.__version__)
+    described: dict[str, Any] = kvgate_rows.installation(tensorrt_llm.__version__)
     driver = ""
     if described["devices"] and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -72,12 +72,12 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
     from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs, update_llm_args_with_extra_dict
     from tensorrt_llm.llmapi.llm_utils import ModelLoader
 
-    cache = {**llm_args["kv_cache_config"], **_switched_off(KvCacheConfig)}
-    pinned = {**llm_args, **_switched_off(TorchLlmArgs), "kv_cache_config": cache}
+    cache = {**llm_args["kv_cache_config"], **_disabled_switches(KvCacheConfig)}
+    pinned = {**llm_args, **_disabled_switches(TorchLlmArgs), "kv_cache_config": cache}
     try:  # like trtllm-serve
         read = TorchLlmArgs(**update_llm_args_with_extra_dict({"model": model}, copy.deepcopy(pinned)))
     except ValueError as error:
-        raise ValueError(_in_one_line(error)) from error
+        raise ValueError(_first_problem(error)) from error
     arguments = read.model_dump(mode="json")
     refused = ""
     try:
@@ -88,15 +88,15 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
     return {"arguments": arguments, "pinned": pinned, "quantization": quantization, "refused": refused}
 
 
-def _in_one_line(error: ValueError) -> str:
-    """Return the first problem of a pydantic error with its class and field: for a union the error lists every alternative."""
+def _first_problem(error: ValueError) -> str:
+    """Return the first problem of a pydantic error with class and field. For a union the error lists every alternative."""
     if not hasattr(error, "errors"):
         return str(error)
     problem = error.errors()[0]
     return f"{'.'.join(map(str, (error.title, *problem['loc'])))}: {problem['msg']}"  # type: ignore[attr-defined]
 
 
-def _switched_off(kind: Any) -> dict[str, bool]:
+def _disabled_switches(kind: Any) -> dict[str, bool]:
     return {name: False for name in SWITCHES if name in kind.model_fields}
 
 
@@ -113,7 +113,7 @@ class TrtllmModel:
         faulted = [] if key_fault == 1.0 else _corrupt_attention(key_fault)
         self.llm = importlib.import_module("tensorrt_llm").LLM(model=model, **llm_args)
         if key_fault != 1.0 and not faulted:
-            raise RuntimeError("the fault reached no attention layer: this release keeps the cache's scale elsewhere")
+            raise RuntimeError("the fault reached no attention layer: this release stores the cache's scale elsewhere")
 
     def generate(self, prompts: list[list[int]], requests: list[dict[str, Any]], paths: list[str]) -> list[Any]:
         """Return each request's tokens, and write its rows to its file."""
@@ -150,19 +150,19 @@ class TrtllmModel:
             arrived = len(output.outputs[0].token_ids) - len(times)
             times += [time.perf_counter()] * arrived
         if len(times) != tokens:
-            raise RuntimeError(f"{len(times)} tokens arrived, {tokens} were asked for")
+            raise RuntimeError(f"requested {tokens} tokens, but {len(times)} arrived")
         return times
 
 
 def _salt() -> str:
-    """Return a unique salt. Block reuse stays on as in serving, but no request reuses another's blocks."""
+    """Return a unique salt: block reuse stays on as in serving, but no request reuses blocks of another request."""
     return uuid.uuid4().hex
 
 
-def _greedy(tokens: int, **more: Any) -> Any:
+def _greedy(tokens: int, **extra: Any) -> Any:
     from tensorrt_llm import SamplingParams
 
-    return SamplingParams(max_tokens=tokens, end_id=-1, top_k=1, ignore_eos=True, detokenize=False, **more)
+    return SamplingParams(max_tokens=tokens, end_id=-1, top_k=1, ignore_eos=True, detokenize=False, **extra)
 
 
 def _attention_module() -> Any:
@@ -181,8 +181,8 @@ def _attention_module() -> Any:
 def _corrupt_attention(factor: float) -> list[object]:
     """Multiply the scale that decodes the cache in attention layers by `factor`; the codes stay correct.
 
-    In the PyTorch runtime every attention layer has one scale to encode and one to decode, neither read from the checkpoint.
-    Returns a list to which every layer is added when it is constructed.
+    In the PyTorch runtime every attention layer has a scale to encode and one to decode; neither is read from the checkpoint.
+    Returns a list to which each layer is appended when it is constructed.
     """
     kind = _attention_module().TrtllmAttention
     original, faulted = kind.__init__, []

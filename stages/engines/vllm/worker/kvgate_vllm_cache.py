@@ -20,9 +20,9 @@ def refusal(platform: str, dtype: str) -> str:
 
     supported = CPUAttentionBackend.supported_kv_cache_dtypes
     if dtype not in supported:
-        return f"vLLM's attention on a CPU holds {', '.join(supported)}"
+        return f"vLLM's attention on a CPU supports {', '.join(supported)}"
     fast = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
-    return "" if fast or not dtype.startswith("fp8") else "FP8 on a CPU needs AVX-512 or AMX, which this one lacks"
+    return "" if fast or not dtype.startswith("fp8") else "FP8 on a CPU needs AVX-512 or AMX, which this CPU lacks"
 
 
 class Cache:
@@ -33,26 +33,26 @@ class Cache:
         self.copies = max(1, core.vllm_config.parallel_config.tensor_parallel_size // self.heads)
         """Number of workers that store the same KV head."""
         self.freed: dict[str, tuple[list[int], int]] = {}
-        """Request name -> the blocks it had when they were freed, and its preemptions until then. The blocks of a finished
+        """Request name -> its blocks when they were freed, and the number of its preemptions. The blocks of a finished
         request keep their content until the next step."""
         manager = core.scheduler.kv_cache_manager
         free = manager.free
 
-        def noted(request: Any) -> None:
-            # vLLM appends a random suffix to the given request name.
+        def record_and_free(request: Any) -> None:
+            # vLLM appends a random suffix to the request's name.
             blocks = list(manager.get_block_ids(request.request_id)[0])
             self.freed[request.request_id.rpartition("-")[0]] = blocks, int(request.num_preemptions)
             free(request)
 
-        manager.free = noted
+        manager.free = record_and_free
 
-    def _of_each(self, function: Any, *args: Any) -> list[Any]:
-        """Call a function of this module in every worker; return one result per share of the heads, in order."""
+    def _call_workers(self, function: Any, *args: Any) -> list[Any]:
+        """Call a function of this module in every worker; return one result per share of the KV heads, in order."""
         return list(self.core.model_executor.collective_rpc(function, args=args)[:: self.copies])
 
     def facts(self) -> dict[str, Any]:
         """Return the scales of the attention layers in order, and the tokens and bytes of a cache block."""
-        parts = self._of_each(_facts)
+        parts = self._call_workers(_facts)
         layers = zip(*(part["scales"] for part in parts), strict=True)
         return {
             "scales": [{side: self._join([part[side] for part in ranks]) for side in ("key", "value")} for ranks in layers],
@@ -61,7 +61,7 @@ class Cache:
         }
 
     def _join(self, parts: list[list[float]]) -> list[float]:
-        """Join the scales of several workers: one number per KV head. A single worker's scales are unchanged."""
+        """Join the scales of several workers to one number per KV head. A single worker's scales are returned unchanged."""
         if len(parts) == 1:
             return parts[0]
         return [number for part in parts for number in part * (self.heads // len(parts) // len(part))]
@@ -77,13 +77,13 @@ class Cache:
         A layer with a scale was loaded with `factor` times its scale; its codes are written with the correct scale. A layer
         without a scale stores `factor` times each key.
         """
-        self._of_each(_corrupt_keys, factor)
+        self._call_workers(_corrupt_keys, factor)
 
     def write(self, blocks: list[int], length: int, path: Path) -> bool:
         """Write the stored keys and then values of every layer, (H, length, D) each. Return False if the layout is unknown."""
         import numpy as np
 
-        parts = self._of_each(_read_stored, blocks, length)
+        parts = self._call_workers(_read_stored, blocks, length)
         if any(part is None for part in parts):
             return False
         np.concatenate([part for side in zip(*parts, strict=True) for part in side]).tofile(path)
@@ -133,7 +133,7 @@ def _read_stored(worker: Any, blocks: list[int], length: int) -> Any:
 
 
 def _numbers(layer: Any, side: str) -> list[float]:
-    """Return the scales that a layer's kernel reads: always one number on a CPU, otherwise the scale tensor."""
+    """Return the scales that a layer's kernel reads: one number on a CPU, otherwise the scale tensor."""
     scale = getattr(layer, f"_{side}_scale")
     if scale.device.type == "cpu":
         return [float(getattr(layer, f"_{side}_scale_float"))]

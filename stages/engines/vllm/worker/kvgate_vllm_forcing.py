@@ -24,8 +24,8 @@ class Recording:
     def __call__(self, output_ids: Sequence[int], logits: Any) -> Any:
         """Record the logits (V) of the next token, and force the token if it is known."""
         if self.writes:
-            kvgate_rows.put(self.path, self.request, len(output_ids), logits)
-        kvgate_rows.force(logits, output_ids, self.request["forced"])
+            kvgate_rows.write_row(self.path, self.request, len(output_ids), logits)
+        kvgate_rows.force_token(logits, output_ids, self.request["forced"])
         return logits
 
 

@@ -1,6 +1,6 @@
 """Runs in vLLM's interpreter and answers the requests of `kvgate_channel`.
 
-Needs only vLLM and its dependencies (numpy, torch). Written from the sources of `READ_RELEASES` in
+Needs only vLLM and its dependencies (numpy, torch). Written from the sources of `CHECKED_RELEASES` in
 stages/engines/vllm/backend.py. The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that each step can be
 observed. Tensor parallelism runs its workers in other processes.
 """
@@ -27,8 +27,8 @@ def describe() -> dict[str, Any]:
     names = list(typing.get_args(CacheDType))
     platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else current_platform.device_type
     refused = {name: reason for name in names if (reason := kvgate_vllm_cache.refusal(platform, name))}
-    more = {"platform": platform, "cache_dtypes": names, "refused": refused}
-    described: dict[str, Any] = kvgate_rows.described(vllm.__version__, **more)
+    extra = {"platform": platform, "cache_dtypes": names, "refused": refused}
+    described: dict[str, Any] = kvgate_rows.installation(vllm.__version__, **extra)
     return described
 
 
@@ -69,15 +69,15 @@ class VllmModel:
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         if workers > 1:
-            self._end_together()
+            self._exit_with_workers()
         self.cache = kvgate_vllm_cache.Cache(self.core)
         self.operations["facts"] = self.cache.facts
         if key_fault != 1.0:
             self.cache.corrupt_keys(key_fault)
         self.count = itertools.count()
 
-    def _end_together(self) -> None:
-        """Exit as soon as a worker dies, because no request would be answered; also unlink vLLM's shared memory."""
+    def _exit_with_workers(self) -> None:
+        """Exit as soon as a worker dies, because requests would hang. Also unlink vLLM's shared memory."""
         executor = self.core.model_executor
         shutdown = executor.shutdown
         executor.shutdown = lambda: os._exit(1) if executor.is_failed else shutdown()
@@ -103,12 +103,12 @@ class VllmModel:
                 answers[i]["stored"] = str(stored) if self.cache.write(blocks, length, stored) else ""
         return {"answers": answers}
 
-    def _add(self, prompt: list[int], tokens: int, **more: Any) -> str:
-        """Add a request that answers a prompt greedily; return its name."""
+    def _add(self, prompt: list[int], tokens: int, **extra: Any) -> str:
+        """Add a request that continues a prompt greedily; return its name."""
         from vllm import SamplingParams
 
         name = f"kvgate-{next(self.count)}"
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **extra)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return name
 
@@ -133,7 +133,7 @@ class VllmModel:
             (output,) = [output for _, output, _ in self._finished()]
             first.append(output.metrics.first_token_latency * 1e3)
         for prompt in prompts:
-            # Early prompts decode while later ones are prefilled; the extra tokens let all decode together long enough.
+            # Early prompts decode while later ones are prefilled. With the extra tokens all decode together long enough.
             self._add(prompt, tokens + len(prompts))
         steps, used, arrived, began = [], 0, 0, time.perf_counter()
         while self.engine.has_unfinished_requests():
@@ -145,9 +145,7 @@ class VllmModel:
             arrived, began = (min(counts), now) if len(counts) == len(prompts) else (0, now)
             used = max(used, self.cache.used_blocks())
         if len(steps) < tokens - 1:
-            raise RuntimeError(
-                f"{len(steps)} steps of all {len(prompts)} prompts together were seen, {tokens - 1} were asked for"
-            )
+            raise RuntimeError(f"only {len(steps)} of {tokens - 1} steps decoded all {len(prompts)} prompts together")
         return {"first_token_ms": first, "step_ms": steps[-(tokens - 1) :], "blocks": used}
 
 
@@ -160,7 +158,7 @@ def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
     import numpy as np
 
     completion = output.outputs[0]
-    answer: dict[str, Any] = kvgate_rows.answer(path, request, completion.token_ids)
+    answer: dict[str, Any] = kvgate_rows.checked_answer(path, request, completion.token_ids)
     rows = np.memmap(path, "<f4", "r", shape=tuple(answer["shape"]))
     for step, row in enumerate(rows.astype(np.float64), start=request["skip"]):
         if not np.isfinite(row).all():
@@ -168,7 +166,7 @@ def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
         token, high = answer["tokens"][step], row.max()
         computed, reported = row[token] - high - np.log(np.exp(row - high).sum()), completion.logprobs[step][token].logprob
         if abs(computed - reported) > 1e-2:
-            raise RuntimeError(f"step {step}: log-probability {reported} was reported of token {token}, its row has {computed}")
+            raise RuntimeError(f"step {step}: token {token} has log-probability {reported}, but {computed} in its row")
     return answer
 
 
