@@ -100,8 +100,10 @@ def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine[Any
     assert engine.memory().live_tokens == len(TOKENS) + len(other) - 1
     engine.release(handles)
     assert engine.memory().pool_bytes == 0
-    (said,) = engine.generate([TOKENS], 5, ())
-    assert engine.forced([*TOKENS, *said], len(TOKENS)).argmax(1).tolist()[:-1] == said[1:], "unchanged by the forcing"
+    (generated,) = engine.generate([TOKENS], 5, ())
+    assert engine.forced([*TOKENS, *generated], len(TOKENS)).argmax(1).tolist()[:-1] == generated[1:], (
+        "unchanged by the forcing"
+    )
 
 
 def test_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestEngine[Any, Any]) -> None:
@@ -147,10 +149,10 @@ def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bund
 def test_a_missing_requirement_names_its_fix_in_one_line(library: Library, tmp_path: Path) -> None:
     broken = make_interpreter(tmp_path / "bin", mode="broken install")
     name = library.program.library
-    for python, said in (
+    for python, message in (
         (None, f"backend.python=null: backend={library.program.backend} needs a Python that has {name}"),
         ("/nowhere/python", "backend.python=/nowhere/python: there is no such program"),
         (broken, f"backend.python={broken}: {name} cannot be used there (ImportError: {library.broken}"),
     ):
-        with refused(MissingRequirement, said, *library.hints):
+        with refused(MissingRequirement, message, *library.hints):
             inspect_interpreter(library.program, python)

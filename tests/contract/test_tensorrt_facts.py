@@ -55,13 +55,13 @@ OVERRIDDEN = "ILogger.log"
 
 def uses() -> Uses:
     """Return all TensorRT names that kvgate uses, with their calls."""
-    found: Uses = {}
+    used: Uses = {}
     for file, names in SOURCES.items():
         classes = RECEIVERS | names
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         for name, call in _uses_of(tree, classes):
-            found.setdefault(name, []).extend([] if call is None else [call])
-    return found
+            used.setdefault(name, []).extend([] if call is None else [call])
+    return used
 
 
 def _uses_of(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, tuple[int, frozenset[str]] | None]]:
@@ -93,25 +93,25 @@ def read_installed(library: str, names: Iterable[str]) -> tuple[str, Signatures]
     if library == "tensorrt":
         stubs.load()
     trt = importlib.import_module(library)
-    found = {}
+    signatures = {}
     for name in names:
         owner, member = name.split(".")
         value = getattr(getattr(trt, owner, None), member, None)
         if value is not None:
             if owner == "plugin" and inspect.isclass(value):
                 member, value = "__init__", value.__init__
-            found[name] = list(_signatures(member, value))
-    return str(trt.__version__), found
+            signatures[name] = list(_signatures(member, value))
+    return str(trt.__version__), signatures
 
 
 def _signatures(member: str, value: Any) -> Iterator[inspect.Signature]:
     """Yield the signatures of a function without self and types; pybind11 writes them into the docstring."""
     if inspect.isfunction(value):
         parameters = list(inspect.signature(value).parameters.values())
-        yield _signature((each.name, each.default is not inspect.Parameter.empty) for each in parameters)
+        yield _signature((parameter.name, parameter.default is not inspect.Parameter.empty) for parameter in parameters)
     for line in (value.__doc__ or "").splitlines():
-        if written := re.match(rf"^(?:\d+\. )?{member}\((self: [^,)]+(?:, )?.*)\) -> ", line.strip()):
-            without_values = re.sub(r"<[^>]*>", "value", written[1])
+        if match := re.match(rf"^(?:\d+\. )?{member}\((self: [^,)]+(?:, )?.*)\) -> ", line.strip()):
+            without_values = re.sub(r"<[^>]*>", "value", match[1])
             yield _signature(re.findall(r"(\w+): [^,=\[]+(?:\[[^\]]*\])?\s*(=[^,]+)?", without_values))
 
 
@@ -174,20 +174,22 @@ def test_the_release_has_every_name_and_accepts_every_call(library: Name) -> Non
     if find_compiler() is None:
         pytest.skip("no C compiler, or no AVX2")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        version, found = pool.submit(read_installed, library, named()).result(timeout=120)
+        version, signatures = pool.submit(read_installed, library, named()).result(timeout=120)
     if library == "tensorrt":
         assert version == os.environ.get("REQUIRE_TENSORRT", version), "not the release that was to be tested"
-        assert RTX_ONLY.isdisjoint(found)
+        assert RTX_ONLY.isdisjoint(signatures)
     oldest, before = RANGES[library]
     assert oldest <= release_of(version) < before
-    assert wanted(library) - found.keys() == set()
+    assert wanted(library) - signatures.keys() == set()
     calls = [(name, *call) for name in wanted(library) & USES.keys() for call in USES[name]]
     assert len(calls) > 30
     for name, positional, keywords in calls:
-        assert any(binds(each, positional, keywords) for each in found[name]), (name, positional, keywords)
+        assert any(binds(signature, positional, keywords) for signature in signatures[name]), (name, positional, keywords)
     (log,) = (
         node
         for node in ast.walk(ast.parse((ROOT / "stages/engines/tensorrt/library.py").read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name == "log"
     )
-    assert [list(each.parameters) for each in found[OVERRIDDEN]] == [[each.arg for each in log.args.args[1:]]]
+    assert [list(signature.parameters) for signature in signatures[OVERRIDDEN]] == [
+        [argument.arg for argument in log.args.args[1:]]
+    ]

@@ -90,9 +90,9 @@ def test_two_ranks_together_hold_the_checkpoint_of_one(work: Path, tiny_checkpoi
     quantized = make_exports(tiny_checkpoint, work / "quantized-tp", "fp8")
     wide = make_interpreter(work / "wide", gpus=("9.0", "9.0"))
     bundle = make_bundle("trtllm", quantized, work / "tp", "fp8", wide, tensor_parallel_size=2)
-    whole = load_file(quantized / "tensorrt_llm" / "rank0.safetensors")
+    unsplit = load_file(quantized / "tensorrt_llm" / "rank0.safetensors")
     parts = [load_file(bundle / "checkpoint" / f"rank{rank}.safetensors") for rank in range(2)]
-    for name, tensor in whole.items():
+    for name, tensor in unsplit.items():
         pair = [part[name] for part in parts]
         if "qkv" in name:
             ends = (HEADS * HEAD_DIM // 2, (HEADS + KV_HEADS) * HEAD_DIM // 2)
@@ -107,12 +107,12 @@ def test_two_ranks_together_hold_the_checkpoint_of_one(work: Path, tiny_checkpoi
             joined = pair[0]
         assert torch.equal(joined, tensor), name
     engine = open_engine(bundle, wide)
-    one = open_engine(make_bundle("trtllm", quantized, work / "one", "fp8", python), python)
+    single = open_engine(make_bundle("trtllm", quantized, work / "one", "fp8", python), python)
     tokens = [*PROMPT, *ANSWER]
-    np.testing.assert_array_equal(engine.forced(tokens, len(PROMPT)), one.forced(tokens, len(PROMPT)))
+    np.testing.assert_array_equal(engine.forced(tokens, len(PROMPT)), single.forced(tokens, len(PROMPT)))
     assert len(json.loads((bundle / "bundle.json").read_text())["gpus"]) == 2
     with pytest.raises(UserError, match=r"backend\.tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9"):
         open_engine(bundle, make_interpreter(work / "unequal", gpus=("9.0", "8.9")))
     with pytest.raises(MissingRequirement, match="needs 2 NVIDIA GPU"):
         open_engine(bundle, python)
-    one.close()
+    single.close()

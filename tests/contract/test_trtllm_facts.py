@@ -40,8 +40,8 @@ def options(**changes: Any) -> TrtllmConfig:
 
 def state_of(quantization: dict[str, Any], sm: int = 90, **changes: Any) -> dict[str, Any]:
     """Return the state of trtllm-build for the settings that kvgate gives it."""
-    wanted = settings.engine_settings(options(**changes), quantization)
-    return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": sm}
+    requested = settings.engine_settings(options(**changes), quantization)
+    return {**{key.removeprefix("plugin_config."): value for key, value in requested.items()}, **quantization, "sm": sm}
 
 
 @pytest.fixture
@@ -56,16 +56,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def test_the_builder_keeps_every_flag_and_records_its_key(fake: ModuleType) -> None:
-    known = {"version", "pretrained_config.mapping.tp_size"}
-    known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
-    known |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
-    known |= {f"pretrained_config.{key}" for key in ENGINE["engine_config"]["pretrained_config"]}
-    known |= {f"pretrained_config.quantization.{key}" for key in ENGINE["quantization"]["keys"]}
+    recorded_keys = {"version", "pretrained_config.mapping.tp_size"}
+    recorded_keys |= {f"build_config.{key}" for key in ENGINE["build_config"]}
+    recorded_keys |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
+    recorded_keys |= {f"pretrained_config.{key}" for key in ENGINE["engine_config"]["pretrained_config"]}
+    recorded_keys |= {f"pretrained_config.quantization.{key}" for key in ENGINE["quantization"]["keys"]}
     for quantization in QUANTIZATIONS:
-        wanted, state = settings.engine_settings(options(), quantization), state_of(quantization)
+        requested, state = settings.engine_settings(options(), quantization), state_of(quantization)
         config = {"architecture": "a", "dtype": "float16", "mapping": {"tp_size": 1}, "quantization": quantization}
-        assert set(settings.expected_config(wanted, config, "1.2.1")) <= known
-        fake.parse(settings.build_flags(wanted, "/in", "/out", 2))
+        assert set(settings.expected_config(requested, config, "1.2.1")) <= recorded_keys
+        fake.parse(settings.build_flags(requested, "/in", "/out", 2))
         before = dict(state)
         fake.rewrite(state)
         assert state == before, quantization
@@ -93,7 +93,7 @@ def test_lengths_that_the_builder_would_change_are_refused(tokens: int, bound: s
 def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: ModuleType) -> None:
     capability = f"{sm // 10}.{sm % 10}"
     described = Description(release="1.2.1", python="3.12.3", devices=[Device(name="Fake", compute_cap=capability)])
-    here = Interpreter(PROGRAM, "python", described)
+    interpreter = Interpreter(PROGRAM, "python", described)
     for (weights, algorithm), (kv, cache) in product(ALGORITHMS.items(), CACHES.items()):
         refusal: Any = nullcontext()
         try:
@@ -101,7 +101,7 @@ def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: Mo
         except RuntimeError:
             refusal = pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {capability}; choose")
         with refusal:
-            refuse_integers(SHIPPED[kv], weights, here, 1)
+            refuse_integers(SHIPPED[kv], weights, interpreter, 1)
 
 
 def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:

@@ -15,8 +15,8 @@ FACTS: dict[str, dict[str, Any]] = recorded()
 
 
 def facts_of(series: str) -> dict[str, Any]:
-    (found,) = [facts for release, facts in FACTS.items() if release.startswith(f"{series}.")]
-    return found
+    (matching,) = [facts for release, facts in FACTS.items() if release.startswith(f"{series}.")]
+    return matching
 
 
 def test_every_checked_release_has_our_arguments_and_functions() -> None:

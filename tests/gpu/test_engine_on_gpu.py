@@ -49,7 +49,9 @@ SAME = 1e-6
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
     """Bundles of the tiny model by policy name."""
     folder = tmp_path_factory.mktemp("torch")
-    return {one.name: make_reference_bundle(tiny_checkpoint, folder / one.name, one) for one in (FP8K_INT4V, GUARDED)}
+    return {
+        policy.name: make_reference_bundle(tiny_checkpoint, folder / policy.name, policy) for policy in (FP8K_INT4V, GUARDED)
+    }
 
 
 def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
@@ -78,9 +80,9 @@ def test_captured_and_launched_steps_equal_the_reference(
         launched = decoded(load_on_gpu(bundles[policy.name], threads=1), texts)
     reference = load_engine(bundles[policy.name], threads=1)
     assert isinstance(reference, TorchEngine)
-    for step, (a, b, wanted) in enumerate(zip(ours, launched, decoded(reference, texts), strict=True)):
+    for step, (a, b, expected) in enumerate(zip(ours, launched, decoded(reference, texts), strict=True)):
         assert distance(a, b) < SAME, step
-        assert distance(a, wanted) < CLOSE, step
+        assert distance(a, expected) < CLOSE, step
 
 
 @contextmanager
@@ -101,10 +103,10 @@ def test_a_captured_step_launches_nothing_and_syncs_once(bundles: dict[str, Path
     texts = benchlib.story_tokens(3, 300).tolist()
     engine, eager = (load_on_gpu(bundles["guarded"], threads=1) for _ in range(2))
     monkeypatch.setattr(eager, "_pass", lambda batch: DecodePass(eager.model, eager.cache, eager.shape, batch))
-    handles = [one.prefill([text[:200] for text in texts])[0] for one in (engine, eager)]
+    handles = [each_engine.prefill([text[:200] for text in texts])[0] for each_engine in (engine, eager)]
     for step in range(200, 204):
         tokens = [text[step] for text in texts]
-        wanted = eager.decode(handles[1], tokens)
+        expected = eager.decode(handles[1], tokens)
         if step == 200:
             engine.decode(handles[0], tokens)  # compiles and captures
             continue
@@ -114,7 +116,7 @@ def test_a_captured_step_launches_nothing_and_syncs_once(bundles: dict[str, Path
             with counted_waits(patch) as waits:
                 logits = engine.decode(handles[0], tokens)
         assert len(waits) == 1
-        assert distance(logits, wanted) < SAME
+        assert distance(logits, expected) < SAME
     for ours, theirs in zip(engine.cache.groups, eager.cache.groups, strict=True):
         for name, tensor in (ours.paged | ours.exact).items():
             assert torch.equal(tensor.view(torch.uint8), (theirs.paged | theirs.exact)[name].view(torch.uint8)), name
@@ -129,8 +131,8 @@ def test_joint_prefill_syncs_once_per_pass_and_equals_single(bundles: dict[str, 
         together, logits = engine.prefill(prompts)
     assert len(waits) == 3  # the longest prompt has three chunks
     for row, handle, prompt in zip(logits, together, prompts, strict=True):
-        (other,), wanted = alone.prefill([prompt])
-        assert distance(row[None], wanted) < CLOSE
+        (other,), expected = alone.prefill([prompt])
+        assert distance(row[None], expected) < CLOSE
         assert distance(engine.decode([handle], [5]), alone.decode([other], [5])) < CLOSE
 
 
@@ -138,7 +140,7 @@ def test_captured_bfloat16_steps_are_within_their_rounding(bundles: dict[str, Pa
     texts = benchlib.story_tokens(2, 300).tolist()
     engines = [load_on_gpu(bundles["fp8k_int4v"], threads=1, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
     handles = [engine.prefill([text[:200] for text in texts])[0] for engine in engines]
-    exact, rounded = (engine.decode(given, [5, 6]) for engine, given in zip(engines, handles, strict=True))
+    exact, rounded = (engine.decode(handle_pair, [5, 6]) for engine, handle_pair in zip(engines, handles, strict=True))
     assert rounded.dtype == np.float32
     assert 1e-4 < distance(rounded, exact) < 6e-2  # transformers' own bfloat16 steps differ by 4e-2
     assert all(step._graph is not None for step in engines[1]._passes.values())
@@ -152,8 +154,8 @@ def test_prompts_join_a_running_batch_between_captured_steps(bundles: dict[str, 
         EncodedSample(Sample(str(i), "joins", ""), tuple(story[7 * i : 7 * i + length]), (1,) * limit)
         for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
     ]
-    found = free_answers(engine, encoded, 2, StoppingCriteria(stop_tokens=(), extra_tokens=0))
-    assert (found.tokens, found.contradictions) == (sum(limits), [])
+    answers = free_answers(engine, encoded, 2, StoppingCriteria(stop_tokens=(), extra_tokens=0))
+    assert (answers.tokens, answers.contradictions) == (sum(limits), [])
     assert engine.memory().live_tokens == 0
     assert all(step._graph is not None for step in engine._passes.values())
 

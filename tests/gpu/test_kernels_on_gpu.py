@@ -90,8 +90,8 @@ def test_a_captured_step_replays_with_other_tokens(name: str) -> None:
         out.fill_(torch.nan)
         with no_waiting():
             graph.replay()
-            wanted = eager.step()
-        assert torch.equal(out, wanted)
+            expected = eager.step()
+        assert torch.equal(out, expected)
         assert out.isfinite().all()
         for array, tensor in captured.cache.items():
             assert torch.equal(tensor.view(torch.uint8), eager.cache[array].view(torch.uint8)), array

@@ -84,8 +84,8 @@ def test_a_plan_has_its_kernels_and_loads_without_the_plugin(bundle: Path) -> No
     record, *_ = open_bundle(bundle, PlanRecord, "tensorrt")
     assert not record.native, "the policy's layers kept their function bodies"
     command = [sys.executable, "-c", PLUGIN_FREE_PROGRAM, str(bundle / PLANS["decode"])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_the_pool_of_fp8_keys_is_bound_as_fp8_in_linear_layout(library: Library, bundle: Path) -> None:
@@ -98,11 +98,11 @@ def test_the_pool_of_fp8_keys_is_bound_as_fp8_in_linear_layout(library: Library,
 def test_plans_store_tokens_of_prompts_and_of_all_kinds_of_steps(
     engine: Callable[..., PlanEngine],
 ) -> None:
-    one = engine()
-    (sequence,), _ = one.prefill([tokens(one, 70)])
+    plan_engine = engine()
+    (sequence,), _ = plan_engine.prefill([tokens(plan_engine, 70)])
     for token in range(3):
-        one.decode([sequence], [token])
-    for layer, copies in enumerate(one.stored(sequence)):
+        plan_engine.decode([sequence], [token])
+    for layer, copies in enumerate(plan_engine.stored(sequence)):
         for side, copy in copies.items():
             lost = np.flatnonzero(~copy.codes.any((0, 2)))
             assert not lost.size, f"{side}s of layer {layer}: tokens {lost[:5]} are not in the pool"
@@ -115,14 +115,14 @@ def test_forced_decode_equals_the_reference_unless_corrupted(
 
     def forced_kl(*, broken: bool) -> float:
         """Return the mean KL from the reference engine in nats per token; `broken` corrupts the key scale after prefill."""
-        one, reference = engine(), load_reference(built, threads=1)
-        text, divergences = tokens(one, 230), []
-        (mine, _), (exact, _) = one.prefill([text[:200]]), reference.prefill([text[:200]])
+        plan_engine, reference = engine(), load_reference(built, threads=1)
+        text, divergences = tokens(plan_engine, 230), []
+        (mine, _), (exact, _) = plan_engine.prefill([text[:200]]), reference.prefill([text[:200]])
         if broken:
-            one.corrupt_key_scale(0.1)
+            plan_engine.corrupt_key_scale(0.1)
         for token in text[200:]:
-            expected, found = (log_softmax(x.decode(at, [token])) for x, at in ((reference, exact), (one, mine)))
-            divergences.append(float((np.exp(expected) * (expected - found)).sum()))
+            expected, actual = (log_softmax(x.decode(at, [token])) for x, at in ((reference, exact), (plan_engine, mine)))
+            divergences.append(float((np.exp(expected) * (expected - actual)).sum()))
         return float(np.mean(divergences))
 
     kl = forced_kl(broken=False)
@@ -133,9 +133,9 @@ def test_forced_decode_equals_the_reference_unless_corrupted(
 def test_captured_steps_equal_launched_steps_bit_for_bit(engine: Callable[..., PlanEngine]) -> None:
     logits = []
     for captured in (False, True):
-        one = engine(cuda_graphs=captured)
-        handles, _ = one.prefill([tokens(one, size) for size in (60, 7, 129)])
-        logits.append([one.decode(handles, [step, step + 1, step + 2]) for step in range(8)])
-    assert any(step.replay is not None for step in one._sessions["decode"]._steps.values())
+        plan_engine = engine(cuda_graphs=captured)
+        handles, _ = plan_engine.prefill([tokens(plan_engine, size) for size in (60, 7, 129)])
+        logits.append([plan_engine.decode(handles, [step, step + 1, step + 2]) for step in range(8)])
+    assert any(step.replay is not None for step in plan_engine._sessions["decode"]._steps.values())
     assert np.isfinite(logits).all()
     assert np.array_equal(logits[0], logits[1])

@@ -86,13 +86,14 @@ def test_replays_and_rounding_effects_equal_those_on_a_cpu(pair: tuple[TorchEngi
     ]
     replays = [engine.replay(fed, rounding=2.0**-12) for engine in pair]
     (ours, off), (theirs, theirs_off) = (
-        [np.concatenate([getattr(one, rows) for one in of]) for rows in ("logits", "disturbed")] for of in replays
+        [np.concatenate([getattr(replay, rows) for replay in device_replays]) for rows in ("logits", "disturbed")]
+        for device_replays in replays
     )
     assert_close(ours, theirs)
-    moved, wanted = (float(np.median(np.linalg.norm(a - b, axis=-1))) for a, b in ((off, ours), (theirs_off, theirs)))
-    assert 0.5 < moved / wanted < 2
-    again = pair[0].replay(fed)
-    assert_close(np.concatenate([one.logits for one in again]), ours)
+    moved, expected = (float(np.median(np.linalg.norm(a - b, axis=-1))) for a, b in ((off, ours), (theirs_off, theirs)))
+    assert 0.5 < moved / expected < 2
+    repeated = pair[0].replay(fed)
+    assert_close(np.concatenate([replay.logits for replay in repeated]), ours)
 
 
 def test_prompts_and_steps_over_the_cache_equal_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
@@ -123,17 +124,17 @@ def test_a_replay_over_the_same_codes_equals_the_cpus(pair: tuple[TorchEngine, .
     fed = Fed(tokens, [(100, False), (200, False), (30, True)])
     ours, theirs = (engine.replay([fed], [copies], rounding=2.0**-22)[0].tail(30) for engine in pair)
     if copies:
-        most = REPLAYED_EXACT if policy.exact_tokens else REPLAYED
-        assert distance(ours.logits, theirs.logits) < most
-        assert distance(ours.disturbed, theirs.disturbed) < most
+        limit = REPLAYED_EXACT if policy.exact_tokens else REPLAYED
+        assert distance(ours.logits, theirs.logits) < limit
+        assert distance(ours.disturbed, theirs.disturbed) < limit
     else:
         assert_close(ours.logits, theirs.logits)
-    for layer, wanted in zip(ours.errors, theirs.errors, strict=True):
-        assert layer.keys() == wanted.keys()
+    for layer, expected in zip(ours.errors, theirs.errors, strict=True):
+        assert layer.keys() == expected.keys()
         for side, errors in layer.items():
             assert errors.engine.device.type == "cpu"
-            np.testing.assert_allclose(errors.engine, wanted[side].engine, atol=1e-3)
-            np.testing.assert_allclose(errors.disturbed, wanted[side].disturbed, atol=1e-3)
+            np.testing.assert_allclose(errors.engine, expected[side].engine, atol=1e-3)
+            np.testing.assert_allclose(errors.disturbed, expected[side].disturbed, atol=1e-3)
     assert gpu.memory().live_tokens == 0
 
 
@@ -143,8 +144,8 @@ def test_known_mistakes_of_engines_are_computed_as_on_the_cpu(
 ) -> None:
     bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "bundle", SHIPPED[name])
     pair = [load_engine(bundle, threads=4, prefill_chunk=128, device=device) for device in (CUDA, torch.device("cpu"))]
-    for (what, ours), (_, theirs) in zip(*map(faulty_references, pair), strict=True):
-        assert ours.device == CUDA, what
+    for (mistake, ours), (_, theirs) in zip(*map(faulty_references, pair), strict=True):
+        assert ours.device == CUDA, mistake
         assert_close(ours.forced(texts[0][:200], 150), theirs.forced(texts[0][:200], 150))
 
 
@@ -158,19 +159,19 @@ def test_codes_of_the_same_numbers_equal_the_cpus(form: Format) -> None:
     x = torch.randn(2, 500, dim, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 500)[:, None]
     count = form.static_scales(2, dim)
     zero = None if form.symmetric else tuple(np.linspace(-1, 1, count))
-    given = SideScales(scale=tuple(np.linspace(0.01, 0.02, count)), zero=zero) if form.has_static_scales else None
-    found = []
+    scales = SideScales(scale=tuple(np.linspace(0.01, 0.02, count)), zero=zero) if form.has_static_scales else None
+    results = []
     for device in (CUDA, torch.device("cpu")):
-        static = None if given is None else static_of(given, form, 2, dim, device)
+        static = None if scales is None else static_of(scales, form, 2, dim, device)
         stored = quantize(x.to(device), form, static)
         back = dequantize(stored, form, static)
         assert {tensor.device for tensor in (*stored.tensors, back)} == {device}
-        found.append(([tensor.cpu().contiguous().view(torch.uint8) for tensor in stored.tensors], back.cpu()))
-    (ours, back), (theirs, wanted) = found
-    for one, other in zip(ours, theirs, strict=True):
-        assert float((one != other).float().mean()) < FLIPS
-    allowed = 1e-5 * wanted.abs().amax(-1, keepdim=True)
-    assert float(((back - wanted).abs() > allowed).float().mean()) < 4 * FLIPS
+        results.append(([tensor.cpu().contiguous().view(torch.uint8) for tensor in stored.tensors], back.cpu()))
+    (ours, back), (theirs, expected) = results
+    for our_tensor, other in zip(ours, theirs, strict=True):
+        assert float((our_tensor != other).float().mean()) < FLIPS
+    allowed = 1e-5 * expected.abs().amax(-1, keepdim=True)
+    assert float(((back - expected).abs() > allowed).float().mean()) < 4 * FLIPS
 
 
 def test_a_full_gpu_is_reported_in_one_line(tmp_path: Path, tiny_checkpoint: Path) -> None:

@@ -8,9 +8,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def sources(package: str) -> list[Path]:
-    found = sorted((ROOT / package).rglob("*.py"))
-    assert found, f"no sources in {package}"
-    return found
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"no sources in {package}"
+    return files
 
 
 def module_name(path: Path) -> str:

@@ -115,8 +115,8 @@ def test_a_sequence_may_have_as_many_tokens_as_the_context(
     policy = SHIPPED["llamacpp_q8_0"]
     engine = make_engine(tiny_checkpoint, tmp_path / "bundle", policy, llamacpp_python, n_ctx=128)
     long = make_engine(tiny_checkpoint, tmp_path / "long", policy, llamacpp_python)
-    whole = engine.forced(texts[0][:128], FIRST)
-    assert mean_kl(long.forced(texts[0][:128], FIRST), whole) < 1e-8
+    full = engine.forced(texts[0][:128], FIRST)
+    assert mean_kl(long.forced(texts[0][:128], FIRST), full) < 1e-8
     with pytest.raises(UserError, match="n_ctx=128: a prompt of 60 tokens with 69 more does not fit"):
         engine.forced(texts[0][:129], FIRST)
     engine.close()
@@ -153,8 +153,8 @@ def test_every_byte_is_ggmls(name: str, tmp_path: Path, llamacpp_python: str) ->
     np.save(tmp_path / "x.npy", x.numpy())
     width = form_of(name).token_bytes(64)
     command = [llamacpp_python, str(SCRIPT), str(tmp_path / "x.npy"), str(tmp_path / "rows.npz"), f"{name}={width}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
     theirs = np.load(tmp_path / "rows.npz")[name]
     ours = raw(quantize(x[None], form_of(name), None))[0]
     np.testing.assert_array_equal(ours, theirs)

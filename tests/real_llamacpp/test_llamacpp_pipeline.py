@@ -29,8 +29,8 @@ def test_a_sound_cache_conforms_and_one_without_rotation_fails(
 ) -> None:
     """Judge on two questions, which cannot give a PASS."""
     gguf = write_checkpoint(tmp_path / "model.gguf", tiny_checkpoint, "Q4_1")
-    given = (f"backend.python={llamacpp_python}", *FEW, f"model.path={gguf}")
-    directory, _ = judge(configured(tmp_path / "work", *given), "is not decided: INCONCLUSIVE")
+    overrides = (f"backend.python={llamacpp_python}", *FEW, f"model.path={gguf}")
+    directory, _ = judge(configured(tmp_path / "work", *overrides), "is not decided: INCONCLUSIVE")
     report = load_report(directory)
     assert sum(row.judged for row in load_rows(directory)) == 1
     for line, policy in zip(lines("conformance", report), ("fp16", KV), strict=True):
@@ -41,8 +41,8 @@ def test_a_sound_cache_conforms_and_one_without_rotation_fails(
         assert free.contradictions == []
     assert report.system.kib_per_token_allocated == report.system.kib_per_token
 
-    monkeypatch.setattr(engine, "open_context", lambda *given: backend.open_context(*(*given[:-1], False)))
-    directory, _ = judge(configured(tmp_path / "work", *given, "kv.name=rotated"), "does not compute its policy: FAIL")
+    monkeypatch.setattr(engine, "open_context", lambda *arguments: backend.open_context(*(*arguments[:-1], False)))
+    directory, _ = judge(configured(tmp_path / "work", *overrides, "kv.name=rotated"), "does not compute its policy: FAIL")
     failed = [line.reason for line in lines("conformance", load_report(directory)) if line.status == "FAIL"]
     assert len(failed) == 1
     assert "does not compute rotated" in failed[0]

@@ -46,8 +46,8 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     x = vectors(request.param)
     np.save(folder / "vectors.npy", x.numpy())
     command = [vllm_python, str(SCRIPT), str(folder / "vectors.npy"), str(folder / "stored.npz")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert completed.returncode == 0, completed.stderr[-3000:]
     return x, dict(np.load(folder / "stored.npz"))
 
 
@@ -99,6 +99,6 @@ def test_the_finding_reproduces_without_kvgate(tmp_path: Path, vllm_python: str)
     page = (Path(__file__).parents[2] / "docs" / "findings" / "vllm-cpu-fp8.md").read_text(encoding="utf-8")
     script, printed = (page.split(f"```{kind}\n")[1].partition("```")[0] for kind in ("python", "\n```"))
     (tmp_path / "codes.py").write_text(script, encoding="utf-8")
-    done = subprocess.run([vllm_python, "codes.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert printed in done.stdout
+    completed = subprocess.run([vllm_python, "codes.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert printed in completed.stdout

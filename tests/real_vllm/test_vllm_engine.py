@@ -78,8 +78,8 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
     )
     command = [vllm_python, "-c", parse, str(bundles["fp8"] / "engine_args.yaml")]
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert "parsed checkpoint fp8_e4m3 64 True False" in done.stdout, done.stderr[-2000:]
+    completed = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert "parsed checkpoint fp8_e4m3 64 True False" in completed.stdout, completed.stderr[-2000:]
 
 
 @KNOWN_LAYOUT
@@ -155,19 +155,21 @@ def test_modelopt_scales_are_read_and_rounded_to_16_bits(
             tensors[theirs], places[theirs] = tensors.pop(name), places.pop(name)
 
     bundle = altered(bundles["fp8"], tmp_path / "bundle", modelopt)
-    found, engine = audit(bundle / CHECKPOINT), open_engine(bundle, vllm_python)
+    audited, engine = audit(bundle / CHECKPOINT), open_engine(bundle, vllm_python)
     if algorithm is None:
-        assert found.problems == ["quant_algo is missing, so vLLM refuses the checkpoint"]
+        assert audited.problems == ["quant_algo is missing, so vLLM refuses the checkpoint"]
         with pytest.raises(UserError, match="Missing 'quant_algo' in quantization config"):
             engine.delivery()
         return
-    assert found.problems == []
-    used = [layer.used for layer in engine.delivery()]
+    assert audited.problems == []
+    used_scales = [layer.used for layer in engine.delivery()]
     engine.close()
     expected = {Side.KEY: KEY_SCALE, Side.VALUE: VALUE_SCALE}
-    assert used == [{side: (float(torch.tensor(scale).bfloat16()),) for side, scale in expected.items()}] * len(found.layers)
-    told = [LayerDelivery(layer.carried, scales) for layer, scales in zip(found.layers, used, strict=True)]
-    assert list(scale_findings(told)) == list(scale_findings(found.layers)) == []
+    assert used_scales == [{side: (float(torch.tensor(scale).bfloat16()),) for side, scale in expected.items()}] * len(
+        audited.layers
+    )
+    deliveries = [LayerDelivery(layer.carried, scales) for layer, scales in zip(audited.layers, used_scales, strict=True)]
+    assert list(scale_findings(deliveries)) == list(scale_findings(audited.layers)) == []
 
 
 def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python: str) -> None:
@@ -182,11 +184,11 @@ def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python:
 def test_requests_in_a_full_pool_answer_as_with_room(fp8: VllmEngine, tiny_checkpoint: Path) -> None:
     tokenizer = BundleTokenizer(tiny_checkpoint)
     samples = generate("retrieval", 24, 0)
-    found = fill_pool_with_samples(fp8, encode(samples, tokenizer, 64), 24, no_progress)
-    assert found is not None
-    line = full_pool_line(found)
+    samples_served = fill_pool_with_samples(fp8, encode(samples, tokenizer, 64), 24, no_progress)
+    assert samples_served is not None
+    line = full_pool_line(samples_served)
     assert line.status == "PASS", line.reason
-    assert found.preempted > 0
-    assert found.reused > 64
-    assert found.limit_kl is not None
-    assert found.limit_kl < 10 * 0.01, "ten times the noise"
+    assert samples_served.preempted > 0
+    assert samples_served.reused > 64
+    assert samples_served.limit_kl is not None
+    assert samples_served.limit_kl < 10 * 0.01, "ten times the noise"

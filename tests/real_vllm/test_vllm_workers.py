@@ -56,16 +56,16 @@ def test_each_worker_reads_the_scales_of_its_heads(tmp_path: Path, tiny_checkpoi
     memory = engine.timed([TEXT], 2).memory
     assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the halves of both workers"
 
-    left = Left(engine)
+    leftovers = Left(engine)
     engine.close()
-    left.nothing()
+    leftovers.nothing()
 
     engine.corrupt_key_scale(0.1)
     assert mean_kl(rows, engine.forced(TEXT, FIRST)) > 0.05
     assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE / 10, KEY_SCALE * 0.15))
-    left = Left(engine)
-    threading.Timer(1, left.processes[-1].kill).start()
+    leftovers = Left(engine)
+    threading.Timer(1, leftovers.processes[-1].kill).start()
     with pytest.raises(UserError, match=r"vLLM ended with exit code 1 in run; .*VllmWorker-. died unexpectedly") as raised:
         engine.forced_together([(TEXT * 5, 8)] * 40)
     assert "\n" not in str(raised.value)
-    left.nothing()
+    leftovers.nothing()

@@ -80,17 +80,17 @@ def test_the_release_is_the_one_that_the_worker_was_read_against(python: str) ->
 
 
 def test_the_servers_own_command_line_reads_the_judged_arguments(bundle_of: Callable[[str], Path], python: str) -> None:
-    given = {}
+    served = {}
     for kv, dtype in CACHES.items():
         flags = (bundle_of(kv) / "launch.txt").read_text(encoding="utf-8").split()[3:]
         config = config_of("sglang", python, dtype=dtype, **ON_A_CPU)
-        given[kv] = flags, server_args(config, flags[flags.index("--kv-cache-dtype") + 1])
-    done = subprocess.run(
-        [python, "-c", READ_FLAGS, json.dumps([flags for flags, _ in given.values()]), json.dumps(list(given["fp16"][1]))],
+        served[kv] = flags, server_args(config, flags[flags.index("--kv-cache-dtype") + 1])
+    completed = subprocess.run(
+        [python, "-c", READ_FLAGS, json.dumps([flags for flags, _ in served.values()]), json.dumps(list(served["fp16"][1]))],
         cwd=bundle_of("fp16"), capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [asked for _, asked in given.values()]
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert json.loads(completed.stdout.splitlines()[-1]) == [value for _, value in served.values()]
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
@@ -102,10 +102,10 @@ def test_a_gpus_defaults_leave_every_argument_as_it_was_asked(
     with Worker(PROGRAM, shows_gpu) as worker:
         for kv, dtype in CACHES.items():
             config = config_of("sglang", shows_gpu, dtype=dtype)
-            for more in ({}, EVALUATION):
-                asked = {**server_args(config, cache_dtype(SHIPPED[kv], config)), **more}
-                given = {"model": str(bundle_of(kv) / "checkpoint"), "server_args": asked}
-                assert worker.call("validate", Resolved, **given).arguments == asked
+            for extra in ({}, EVALUATION):
+                arguments = {**server_args(config, cache_dtype(SHIPPED[kv], config)), **extra}
+                request = {"model": str(bundle_of(kv) / "checkpoint"), "server_args": arguments}
+                assert worker.call("validate", Resolved, **request).arguments == arguments
 
 
 def test_an_unknown_argument_is_refused_by_its_name(bundle_of: Callable[[str], Path], python: str) -> None:

@@ -48,16 +48,16 @@ def serve(path: str) -> None:
 def run(connection: socket.socket) -> int:
     """Run a client's command, and return its exit code."""
     request, streams, *_ = socket.recv_fds(connection, 1 << 20, 3)
-    given = json.loads(request)
+    message = json.loads(request)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    os.chdir(given["folder"])
+    os.chdir(message["folder"])
     os.environ.clear()
-    os.environ.update(given["environment"])
+    os.environ.update(message["environment"])
     sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    sys.executable = given["python"]
+    sys.executable = message["python"]
     try:
-        execute(given["arguments"])
+        execute(message["arguments"])
     except SystemExit as ended:
         code: Any = 0 if ended.code is None else ended.code
         return code if isinstance(code, int) else 1
@@ -85,10 +85,10 @@ def execute(arguments: list[str]) -> None:
 
 def ask(path: str, python: str, arguments: list[str]) -> int:
     """Send a command to the server, and return its exit code when it has ended."""
-    given = {"python": python, "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    message = {"python": python, "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        socket.send_fds(connection, [json.dumps(given).encode()], [0, 1, 2])
+        socket.send_fds(connection, [json.dumps(message).encode()], [0, 1, 2])
         return next(iter(connection.recv(1)), 1)
 
 

@@ -23,8 +23,8 @@ def build(flags: list[str], sm: list[int]) -> dict[str, Any]:
     sys.argv = ["trtllm-build", *flags]
     command.main()
     out = flags[flags.index("--output_dir") + 1]
-    written: dict[str, Any] = json.loads(Path(out, "config.json").read_text(encoding="utf-8"))
-    return written
+    engine_config: dict[str, Any] = json.loads(Path(out, "config.json").read_text(encoding="utf-8"))
+    return engine_config
 
 
 def load(checkpoint: str, rank: int) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def configure(checkpoint: str, dtype: str) -> dict[str, Any]:
     config: Any = importlib.import_module("tensorrt_llm._torch.model_config").ModelConfig.from_pretrained(checkpoint)
     loader: Any = importlib.import_module("tensorrt_llm._torch.pyexecutor.model_loader")
     loader.validate_and_set_kv_cache_quant(config, dtype)
-    read = config.pretrained_config
+    pretrained = config.pretrained_config
     return {
-        "architecture": read.architectures[0],
+        "architecture": pretrained.architectures[0],
         "cache": config.quant_config.kv_cache_quant_algo,
         "weights": config.quant_config.quant_algo,
-        "rope_theta": read.rope_theta,
-        "rope_scaling": read.rope_scaling,
+        "rope_theta": pretrained.rope_theta,
+        "rope_scaling": pretrained.rope_scaling,
     }
 
 
@@ -62,13 +62,13 @@ def serve(bundle: str) -> dict[str, Any]:
     standins.show_gpus(standins.SM)
     command: Any = importlib.import_module("tensorrt_llm.commands.serve")
     arguments: Any = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
-    seen: dict[str, Any] = {}
-    command.launch_server = lambda *given: seen.update(given[2])  # host, port, LLM arguments
+    captured: dict[str, Any] = {}
+    command.launch_server = lambda *call: captured.update(call[2])  # host, port, LLM arguments
     command.parse_metadata_server_config_file = lambda *_: None
     command.main([f"{bundle}/checkpoint", "--config", f"{bundle}/llm_args.yaml"], standalone_mode=False)
-    known = {key: value for key, value in seen.items() if key in arguments.model_fields}
-    read: dict[str, Any] = arguments(**{**known, "skip_tokenizer_init": True}).model_dump(mode="json")
-    return read
+    fields = {key: value for key, value in captured.items() if key in arguments.model_fields}
+    parsed: dict[str, Any] = arguments(**{**fields, "skip_tokenizer_init": True}).model_dump(mode="json")
+    return parsed
 
 
 OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {"build": build, "configure": configure, "load": load, "serve": serve}

@@ -26,8 +26,8 @@ class Request:
 
 
 class LLM:
-    def __init__(self, model: str, **given: Any) -> None:
-        self.args = TorchLlmArgs(model=model, **given)
+    def __init__(self, model: str, **arguments: Any) -> None:
+        self.args = TorchLlmArgs(model=model, **arguments)
         ModelLoader(self.args)._update_from_hf_quant_config()
         config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -76,16 +76,16 @@ class Kind(type):
 class StandIn(metaclass=Kind):
     """An object with any attribute that can be called, entered, and used as a decorator."""
 
-    def __init__(self, *_: object, **given: object) -> None:
-        self.__dict__.update(given)
+    def __init__(self, *_: object, **arguments: object) -> None:
+        self.__dict__.update(arguments)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return stand_in(name)()
 
-    def __call__(self, *given: Any, **more: object) -> Any:
-        return given[0] if len(given) == 1 and callable(given[0]) and not more else self
+    def __call__(self, *arguments: Any, **options: object) -> Any:
+        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) and not options else self
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: object) -> Any:
@@ -169,12 +169,14 @@ def show_gpus(capability: tuple[int, int]) -> None:
     import torch
 
     major, minor = capability
-    about = types.SimpleNamespace(major=major, minor=minor, name="stand-in", total_memory=80 << 30, multi_processor_count=132)
+    properties = types.SimpleNamespace(
+        major=major, minor=minor, name="stand-in", total_memory=80 << 30, multi_processor_count=132
+    )
     shown = {
         "device_count": lambda: int(os.environ.get("KVGATE_GPUS", "1")),
         "get_device_name": lambda *_: "stand-in",
         "get_device_capability": lambda *_: capability,
-        "get_device_properties": lambda *_: about,
+        "get_device_properties": lambda *_: properties,
         "set_device": lambda *_: None,
     }
     for name, function in shown.items():
@@ -190,12 +192,12 @@ def show_gpus(capability: tuple[int, int]) -> None:
 
 
 def _on_the_cpu(function: Any) -> Any:
-    return lambda *given, **more: function(*given, **{**more, "device": "cpu"})
+    return lambda *arguments, **options: function(*arguments, **{**options, "device": "cpu"})
 
 
-def _left_out(*given: Any, **_: object) -> Any:
+def _left_out(*arguments: Any, **_: object) -> Any:
     """Return a decorator that changes nothing, used with or without arguments."""
-    return given[0] if given and callable(given[0]) else lambda function: function
+    return arguments[0] if arguments and callable(arguments[0]) else lambda function: function
 
 
 def stop_at_the_network() -> None:

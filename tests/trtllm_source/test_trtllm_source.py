@@ -64,15 +64,15 @@ Inside = Callable[[list[tuple[str, dict[str, Any]]]], list[dict[str, Any]]]
 @pytest.fixture(scope="session")
 def source() -> Path:
     """TensorRT-LLM's source tree."""
-    given = os.environ.get("TRTLLM_SRC")
-    if not given:
+    folder = os.environ.get("TRTLLM_SRC")
+    if not folder:
         pytest.skip("TRTLLM_SRC: the folder that has tensorrt_llm/ is not given (make test-trtllm-source TRTLLM_SRC=DIR)")
     release = "".join(
-        re.findall(r'__version__ = "(.+)"', Path(given, "tensorrt_llm", "version.py").read_text(encoding="utf-8"))
+        re.findall(r'__version__ = "(.+)"', Path(folder, "tensorrt_llm", "version.py").read_text(encoding="utf-8"))
     )
     if ENGINE_RELEASES.fullmatch(release) is None:
-        pytest.exit(f"TRTLLM_SRC={given}: has TensorRT-LLM {release or 'unknown'}; give a source tree of {ENGINES}", 4)
-    return Path(given)
+        pytest.exit(f"TRTLLM_SRC={folder}: has TensorRT-LLM {release or 'unknown'}; give a source tree of {ENGINES}", 4)
+    return Path(folder)
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +80,9 @@ def python(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     """A `python` that runs the source tree with the stand-ins."""
     folder = tmp_path_factory.mktemp("interpreter")
     command, socket = [PYTHON, str(HERE / "forkserver.py")], str(folder / "socket")
-    given = {**os.environ, "TRTLLM_SRC": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "TRTLLM_SRC": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     with (folder / "log").open("wb") as errors:
-        server = subprocess.Popen([*command, socket], env=given, stdout=subprocess.PIPE, stderr=errors, text=True)
+        server = subprocess.Popen([*command, socket], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert server.stdout is not None
     if reason := server.stdout.readline().strip():
         log = f"{folder / 'log'} has the traceback"
@@ -110,19 +110,19 @@ def inside(python: str, tmp_path_factory: pytest.TempPathFactory) -> Inside:
 @pytest.fixture(scope="session")
 def exports(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     """ModelOpt's exports of the tiny model for every weight format and every cache."""
-    made: Bundles = {}
-    given: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "progress": no_progress}
+    bundles: Bundles = {}
+    options: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "progress": no_progress}
     for weights in TARGETS["engine"].weights:
         quantized, measured = tmp_path_factory.mktemp(weights), tmp_path_factory.mktemp("extremes")
-        quantize_weights(tiny_checkpoint, quantized, weights=weights, seed=0, **given)
-        measure_cache(tiny_checkpoint, quantized, measured, rotation="none", **given)
+        quantize_weights(tiny_checkpoint, quantized, weights=weights, seed=0, **options)
+        measure_cache(tiny_checkpoint, quantized, measured, rotation="none", **options)
         for kv in CACHES["engine"]:
             policy, scaled, out = SHIPPED[kv], tmp_path_factory.mktemp("scales"), tmp_path_factory.mktemp("exports")
             extremes = dict.fromkeys(rotations(policy), measured)
             scale_cache(tiny_checkpoint, scaled, policy=policy, extremes=extremes)
-            export(tiny_checkpoint, quantized, scaled / SCALES_FILE, out, weights=weights, policy=policy, seed=0, **given)
-            made[weights, kv] = out
-    return made
+            export(tiny_checkpoint, quantized, scaled / SCALES_FILE, out, weights=weights, policy=policy, seed=0, **options)
+            bundles[weights, kv] = out
+    return bundles
 
 
 def build(exports: Bundles, target: TargetName, python: str, folder: Path) -> Bundles:
@@ -163,11 +163,11 @@ def test_the_command_line_builds_both_targets(python: str, tmp_path: Path) -> No
         "backend.target=pytorch,engine",
         f"backend.python={python}",
     ]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pipeline", "-m", *command, *sizes],
         check=False, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     built = tmp_path.glob("work/artifacts/build/*/bundle.json")
     assert sorted(record_of(path.parent)["target"] for path in built) == ["engine", "pytorch"]
 
@@ -197,9 +197,9 @@ def test_the_pytorch_runtime_uses_our_weights_and_positions(
         requests.append(("configure", {"checkpoint": str(bundle / "checkpoint"), "dtype": "fp8"}))
         expected.append(("None", "FP8", 10_000.0, (scaling or {}).get("rope_type")))
     for (algorithm, cache, theta, scaling), answer in zip(expected, inside(requests), strict=True):
-        read = answer["ok"]
-        assert (str(read["weights"]), str(read["cache"]), read["rope_theta"]) == (algorithm, cache, theta)
-        assert (read["rope_scaling"] or {}).get("rope_type") == scaling
+        facts = answer["ok"]
+        assert (str(facts["weights"]), str(facts["cache"]), facts["rope_theta"]) == (algorithm, cache, theta)
+        assert (facts["rope_scaling"] or {}).get("rope_type") == scaling
 
 
 def test_trtllm_serve_starts_every_bundle_as_judged(served: Bundles, inside: Inside) -> None:
@@ -236,9 +236,9 @@ def test_trtllm_build_keeps_every_setting_on_every_gpu(engines: Bundles, inside:
 def refuses(weights: WeightsFormat, kv: str, sm: tuple[int, int]) -> bool:
     """Return whether kvgate refuses an integer cache or integer weights for a GPU."""
     device = Device(name="stand-in", compute_cap=f"{sm[0]}.{sm[1]}")
-    here = Interpreter(PROGRAM, "python", Description(release="1.2.1", python="3.12.3", devices=[device]))
+    interpreter = Interpreter(PROGRAM, "python", Description(release="1.2.1", python="3.12.3", devices=[device]))
     try:
-        refuse_integers(SHIPPED[kv], weights, here, 1)
+        refuse_integers(SHIPPED[kv], weights, interpreter, 1)
     except UserError:
         return True
     return False
@@ -246,7 +246,7 @@ def refuses(weights: WeightsFormat, kv: str, sm: tuple[int, int]) -> bool:
 
 def test_checkpoints_load_with_their_scales_on_one_or_two_ranks(engines: Bundles, inside: Inside, tmp_path: Path) -> None:
     requests: list[tuple[str, dict[str, Any]]] = []
-    given = []
+    arguments = []
     for (weights, kv), bundle in engines.items():
         checkpoint, name = bundle / "checkpoint", f"{weights}-{kv}"
         folders = [(checkpoint, 1.0, 1)]
@@ -259,15 +259,15 @@ def test_checkpoints_load_with_their_scales_on_one_or_two_ranks(engines: Bundles
         for folder, factor, ranks in folders:
             for rank in range(ranks):
                 requests.append(("load", {"checkpoint": str(folder), "rank": rank}))
-                given.append((checkpoint, factor, ranks))
-    for (checkpoint, factor, ranks), answer in zip(given, inside(requests), strict=True):
+                arguments.append((checkpoint, factor, ranks))
+    for (checkpoint, factor, ranks), answer in zip(arguments, inside(requests), strict=True):
         assert "error" not in answer, answer
         scales = checkpoints.kv_scales(checkpoint)
         loaded = answer["ok"]
         np.testing.assert_allclose(loaded["kv_cache_scaling_factor"], np.multiply(scales, factor), rtol=1e-6)
         np.testing.assert_allclose(loaded["kv_cache_rcp_scaling_factor"], np.divide(1.0, scales), rtol=1e-6)
-        whole = load_file(checkpoint / "rank0.safetensors")
-        lm_head, embedding = whole["lm_head.weight"].shape, whole["transformer.vocab_embedding.weight"].shape
+        unsplit = load_file(checkpoint / "rank0.safetensors")
+        lm_head, embedding = unsplit["lm_head.weight"].shape, unsplit["transformer.vocab_embedding.weight"].shape
         assert loaded["shapes"]["lm_head"] == [lm_head[0] // ranks, lm_head[1]]
         assert loaded["shapes"]["embedding"] == [embedding[0] // ranks, embedding[1]]
 
@@ -296,9 +296,9 @@ def test_the_real_hook_forces_tokens_and_returns_their_rows(served: Bundles, pyt
 def test_an_unknown_argument_is_refused_with_release_and_field(
     wrong: dict[str, Any], field: str, served: Bundles, python: str
 ) -> None:
-    bundle, here = served["none", "fp8"], inspect_interpreter(PROGRAM, python)
-    with refused(UserError, f"backend.serving: TensorRT-LLM {here.release} refuses these LLM arguments: ", field):
-        read_llm_args(here, bundle / "checkpoint", {**pinned_in(bundle), **wrong})
+    bundle, interpreter = served["none", "fp8"], inspect_interpreter(PROGRAM, python)
+    with refused(UserError, f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: ", field):
+        read_llm_args(interpreter, bundle / "checkpoint", {**pinned_in(bundle), **wrong})
 
 
 def test_an_unsupported_checkpoint_names_release_and_field(exports: Bundles, python: str, tmp_path: Path) -> None:

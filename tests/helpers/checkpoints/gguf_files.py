@@ -120,12 +120,12 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
         stored = gguf.GGMLQuantizationType[kind if rows.ndim > 1 else "F32"]
         data = quantize(np.ascontiguousarray(rows), stored)
         writer.add_tensor(f"{names.get_name(base)}.{suffix}", data, raw_dtype=stored)
-        read = dequantize(data, stored).reshape(rows.shape)
+        dequantized = dequantize(data, stored).reshape(rows.shape)
         if rotated:
-            read = read.reshape(rotated, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+            dequantized = dequantized.reshape(rotated, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         if family == "Gemma3" and rows.ndim == 1:
-            read = read - 1
-        tensor.copy_(torch.from_numpy(np.ascontiguousarray(read)))
+            dequantized = dequantized - 1
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(dequantized)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,8 +16,8 @@ Made = tuple[Tensors, torch.Tensor]
 """Stored tensors of a layer, and its dequantized weight."""
 
 
-def _group(form: str, bits: int, kind: str, strategy: str, inputs: bool, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False, **more}
+def _group(form: str, bits: int, kind: str, strategy: str, inputs: bool, **fields: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False, **fields}
     rounded = {**weights, "strategy": "token", "dynamic": True} if inputs else None
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rounded, "output_activations": None}
     return {
@@ -49,8 +49,8 @@ def _modelopt(weight: torch.Tensor) -> Made:
 def _four_bits(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return 4-bit codes (0 to 15, zero at 8), a scale per code, and a scale per group of `size` columns."""
     scale = torch.stack([part.abs().amax(1) for part in torch.split(weight, size, 1)], 1) / 7
-    each = torch.stack([scale[:, column // size] for column in range(weight.shape[1])], 1)
-    return (weight / each).round().clamp(-8, 7) + 8, each, scale
+    column_scales = torch.stack([scale[:, column // size] for column in range(weight.shape[1])], 1)
+    return (weight / column_scales).round().clamp(-8, 7) + 8, column_scales, scale
 
 
 def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -63,9 +63,9 @@ def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
 
 
 def _int4(weight: torch.Tensor) -> Made:
-    codes, each, scale = _four_bits(weight, 32)
+    codes, column_scales, scale = _four_bits(weight, 32)
     shape = torch.tensor(weight.shape)
-    return {"weight_packed": _packed(codes), "weight_scale": scale, "weight_shape": shape}, (codes - 8) * each
+    return {"weight_packed": _packed(codes), "weight_scale": scale, "weight_shape": shape}, (codes - 8) * column_scales
 
 
 def _awq(weight: torch.Tensor) -> Made:

@@ -73,7 +73,7 @@ class _Seam:
 
 def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault, results: Any) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like the command line
-    seam, code, said, returned = _Seam(folder, at, fault), 0, "", None
+    seam, code, output, returned = _Seam(folder, at, fault), 0, "", None
 
     def counted(name: str) -> Callable[..., Any]:
         method = getattr(MlflowClient, name)
@@ -92,8 +92,8 @@ def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault
     except KeyboardInterrupt:
         code = 130
     except BaseException:
-        code, said = 1, traceback.format_exc()
-    results.send((seam.count, said, returned))
+        code, output = 1, traceback.format_exc()
+    results.send((seam.count, output, returned))
     os._exit(code)
 
 
@@ -108,9 +108,9 @@ def attempt(job: Callable[[], object], folder: Path, at: int | None = None, faul
         child.kill()
         raise AssertionError("it hangs")
     try:
-        operations, said, returned = receive.recv()
+        operations, output, returned = receive.recv()
     except EOFError:
-        operations, said, returned = at or 0, "", None
+        operations, output, returned = at or 0, "", None
     child.join(120)
     assert child.exitcode is not None, "it hangs"
-    return Attempt(child.exitcode, operations, said, returned)
+    return Attempt(child.exitcode, operations, output, returned)

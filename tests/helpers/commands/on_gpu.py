@@ -23,8 +23,8 @@ def judge_on_gpu(folder: Path, codes: tuple[int, ...], *arguments: str) -> dict[
     device = ("backend=torch", "backend.device=cuda", "tracking=none", "kv=fp8k_int4v")
     command = [sys.executable, "-m", "pipeline", f"workdir={folder / 'work'}", *FEW, *device, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode in codes, done.stdout + done.stderr
+    completed = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
+    assert completed.returncode in codes, completed.stdout + completed.stderr
     (candidate,) = json.loads((folder / "work" / "summary.json").read_text())["candidates"]
     result: dict[str, Any] = candidate
     return result

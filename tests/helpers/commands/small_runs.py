@@ -87,9 +87,9 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
         )
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
         candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
-        done = opened.register(run, candidate)
-    summary.record(work, sweep, done)
+        registered = opened.register(run, candidate)
+    summary.record(work, sweep, registered)
     summary.finish(work, sweep, 0)
-    assert done.version
+    assert registered.version
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
-    return Ended(digests, done.verdict, done.version)
+    return Ended(digests, registered.verdict, registered.version)

@@ -57,9 +57,9 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
             patch.setattr(f"{module}.run_in_child", _in_this_process)
-        done = run_in_fork(case, cwd, seconds=MAX_SECONDS, limited=False)
-    assert done.code is not None, "it takes too long"
-    return subprocess.CompletedProcess(arguments, done.code, done.stdout, done.stderr)
+        result = run_in_fork(case, cwd, seconds=MAX_SECONDS, limited=False)
+    assert result.code is not None, "it takes too long"
+    return subprocess.CompletedProcess(arguments, result.code, result.stdout, result.stderr)
 
 
 def _in_this_process(function: Callable[..., None], *paths: Path, **options: Any) -> None:

@@ -59,15 +59,15 @@ def assert_reads_what_it_stored(
 
 
 def assert_batches_steps_and_answers_agree(
-    engine: RequestEngine[Any, Any], texts: list[list[int]], most: float
+    engine: RequestEngine[Any, Any], texts: list[list[int]], max_kl: float
 ) -> list[np.ndarray]:
-    """Assert that batches, decode steps and free answers agree to a mean KL of `most`; return the logits of the batch."""
+    """Assert that batches, decode steps and free answers agree within a mean KL of `max_kl`; return the batch's logits."""
     together = engine.forced_together([(text, FIRST) for text in texts])
     for rows, text in zip(together, texts, strict=True):
-        assert mean_kl(rows, engine.forced(text, FIRST)) < most
+        assert mean_kl(rows, engine.forced(text, FIRST)) < max_kl
     (handle,), _ = engine.prefill([texts[0][:FIRST]])
     stepped = np.stack([engine.decode([handle], [token])[0] for token in texts[0][FIRST : FIRST + 3]])
-    assert mean_kl(together[0][:3], stepped) < most
+    assert mean_kl(together[0][:3], stepped) < max_kl
     memory = engine.memory()
     assert memory.pool_bytes == engine.policy.pool_bytes(engine.shape, memory.pages) > 0
     engine.release([handle])

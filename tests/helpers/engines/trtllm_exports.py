@@ -52,13 +52,13 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     (folder / "tensorrt_llm" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file({name: t.clone() for name, t in tensors.items()}, folder / "tensorrt_llm" / "rank0.safetensors")
     (folder / "unified_hf").mkdir()
-    given = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    model_config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     if ALGORITHMS[kv] is not None:  # ModelOpt declares the cache format, with null weights, in two places.
-        given["quantization_config"] = {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+        model_config["quantization_config"] = {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
         quantization: dict[str, object] = {"quant_algo": None, "kv_cache_quant_algo": ALGORITHMS[kv], "quantized_layers": {}}
         declared = json.dumps({"quantization": quantization})
         (folder / "unified_hf" / "hf_quant_config.json").write_text(declared, encoding="utf-8")
-    (folder / "unified_hf" / "config.json").write_text(json.dumps(given), encoding="utf-8")
+    (folder / "unified_hf" / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
     save_file(served, folder / "unified_hf" / "model.safetensors")
     sides = {"key": {"scale": [key]}, "value": {"scale": [value]}} if ALGORITHMS[kv] else {}
     (folder / SCALES_FILE).write_text(json.dumps({"layers": [sides] * LAYERS}), encoding="utf-8")

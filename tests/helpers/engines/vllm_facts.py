@@ -91,29 +91,37 @@ def _named(source: Path, names: dict[str, tuple[str, ...]]) -> Iterator[tuple[st
 def _definitions(path: Path) -> Iterator[tuple[str, Any]]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
-            yield from ((f"{node.name}.{each.name}", each) for each in node.body if isinstance(each, ast.FunctionDef))
+            yield from ((f"{node.name}.{method.name}", method) for method in node.body if isinstance(method, ast.FunctionDef))
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name, node
 
 
 def _fields(node: ast.ClassDef) -> list[str]:
-    return [each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    return [
+        statement.target.id
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    ]
 
 
 def _parameters(node: ast.FunctionDef) -> list[str]:
-    return [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
 
 
 def _digest(node: ast.FunctionDef) -> str:
     """Return a digest of the function's statements, without docstrings."""
-    body = [each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    body = [
+        statement
+        for statement in node.body
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    ]
     return hashlib.sha256("".join(map(ast.dump, body)).encode()).hexdigest()[:16]
 
 
 def _literals(path: Path, name: str) -> list[str]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
-            return [str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+            return [str(constant.value) for constant in ast.walk(node.value) if isinstance(constant, ast.Constant)]
     raise LookupError(name)
 
 

@@ -48,7 +48,7 @@ def main(source: str, target: str) -> None:
     turboquant.triton_turboquant_store(
         key, value, cache, slots.int(), None, None, mse_bits=4, key_packed_size=dim, value_quant_bits=4, key_fp8=True
     )
-    whole: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     packed = [torch.zeros(blocks, BLOCK, heads, dim // 2, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(blocks, BLOCK, heads) for _ in range(2)]
     token_head.reshape_and_cache_int4(key, value, *packed, slots, k_scale_cache=scales[0], v_scale_cache=scales[1])
@@ -65,9 +65,9 @@ def main(source: str, target: str) -> None:
         mode = KVQuantMode[f"{name}_per_token_head".upper()]
         absmax.triton_reshape_and_cache_flash_per_token_head_quant(key, value, *codes, *units, slots, mode)
         for side, code, unit in zip(("key", "value"), codes, units, strict=True):
-            whole |= {f"{name}_{side}": stored(code.view(torch.uint8)), f"{name}_{side}_scale": stored(unit)}
+            arrays |= {f"{name}_{side}": stored(code.view(torch.uint8)), f"{name}_{side}_scale": stored(unit)}
 
-    whole |= {
+    arrays |= {
         "turboquant": stored(cache),
         "key": stored(packed[0]),
         "value": stored(packed[1]),
@@ -76,7 +76,7 @@ def main(source: str, target: str) -> None:
         "signs": token_head._get_rht_signs(block, 0, torch.device("cpu")).numpy(),
         "rotated_back": rotated_back.numpy(),
     }
-    np.savez(target, allow_pickle=False, **whole)
+    np.savez(target, allow_pickle=False, **arrays)
 
 
 main(*sys.argv[1:])

@@ -115,10 +115,10 @@ class Case:
         return reference.attend(self.layout, cache=self.cache, scaling=scaling, **self.step)
 
 
-def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **more: Any) -> Case:
-    """Return a case. `more`: `sink` and `recent` tokens, and fields of Case."""
-    layout = CacheLayout(heads, dim, side(key), side(value), more.pop("sink", 0), more.pop("recent", 0))
-    return Case(layout, lengths, **more)
+def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **fields: Any) -> Case:
+    """Return a case. `fields`: `sink` and `recent` tokens, and fields of Case."""
+    layout = CacheLayout(heads, dim, side(key), side(value), fields.pop("sink", 0), fields.pop("recent", 0))
+    return Case(layout, lengths, **fields)
 
 
 def on_device(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:

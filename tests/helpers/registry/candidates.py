@@ -45,7 +45,7 @@ def judged_candidate(
     if report is None:
         report = make_report(rows, engine_digest=engine_digest, baseline_digest=baseline_digest).model_dump_json()
     (evidence / REPORT_FILE).write_text(report)
-    (evidence / SAMPLES_FILE).write_text("".join(one.model_dump_json() + "\n" for one in rows))
+    (evidence / SAMPLES_FILE).write_text("".join(record.model_dump_json() + "\n" for record in rows))
     (evidence / "identity.json").write_text(json.dumps({"policy": policy}))
     return candidate_in(folder, policy, verdict, metrics)
 
@@ -75,8 +75,8 @@ def evidence_digest(report: Path) -> str:
 
 def compare_identity(candidate: Candidate) -> Sequence[Finding]:
     """Replay the evidence of a candidate: compare only its identity's digest."""
-    same = file_digest(candidate.identity.path) == candidate.identity.digest
-    return [Finding("identity", "same" if same else "differs", "its sha256")]
+    unchanged = file_digest(candidate.identity.path) == candidate.identity.digest
+    return [Finding("identity", "same" if unchanged else "differs", "its sha256")]
 
 
 def engines_of(
@@ -87,19 +87,19 @@ def engines_of(
     built_for: Limits | None = None,
 ) -> Engines:
     """Return the registered engines of candidates, all built for the same limits. Verdicts stay if `decide` is None."""
-    known = {candidate.version: candidate for candidate in candidates}
+    by_version = {candidate.version: candidate for candidate in candidates}
 
     def read(version: Version) -> RegisteredEngine:
-        if version.number not in known:
+        if version.number not in by_version:
             raise GateRefusal(f"{version} has no evidence")
-        candidate = known[version.number]
+        candidate = by_version[version.number]
         folder = candidate.report.path.parent
         report, rows = load_report(folder), load_rows(folder)
         decided = (
             {"covered": report.limits and str(report.limits)} if decide is None else Candidate.decided(decide(report, rows))
         )
         candidate = candidate.model_copy(update=decided)
-        policy, workloads = SHIPPED.get(candidate.policy, FP16_POLICY), frozenset(one.workload for one in rows)
+        policy, workloads = SHIPPED.get(candidate.policy, FP16_POLICY), frozenset(row.workload for row in rows)
         beyond = report.limits.exceeded_by(built_for or Limits()) if report.limits is not None else None
         return RegisteredEngine(candidate, beyond, policy, workloads, partial(replay, candidate))
 
@@ -128,8 +128,10 @@ class MemoryRegistry:
 
     def judge(self, policy: str, live_tokens: float = 1000, verdict: Status = "PASS", **lines: LineStatus) -> Candidate:
         """Register a new engine. `lines`: class of work -> status of its line in the report, PASS by default."""
-        one: dict[str, Any] = {"gate": Gate.ACCURACY, "value": 0.0, "bound": 0.0, "threshold": 0.0}
-        checks = tuple(Check(**one, where=name, status=lines.get(name, "PASS"), reason=f"{name}: a reason") for name in CLASSES)
+        defaults: dict[str, Any] = {"gate": Gate.ACCURACY, "value": 0.0, "bound": 0.0, "threshold": 0.0}
+        checks = tuple(
+            Check(**defaults, where=name, status=lines.get(name, "PASS"), reason=f"{name}: a reason") for name in CLASSES
+        )
         metrics = {"quality/kl_mean": 0.1, "memory/max_live_tokens": float(live_tokens)}
         judged = judged_candidate(self.folder, policy, verdict, metrics=metrics)
         return self.add(judged.model_copy(update={"checks": checks}))
@@ -139,14 +141,14 @@ class MemoryRegistry:
         self.candidates[version] = self.candidates[version].model_copy(update=changes)
         return self.candidates[version]
 
-    def engines(self, replay: Callable[[Candidate], Sequence[Finding]] = compare_identity, **given: Any) -> Engines:
-        """Return the engines as a command opens them. `given` are arguments of `engines_of`."""
+    def engines(self, replay: Callable[[Candidate], Sequence[Finding]] = compare_identity, **options: Any) -> Engines:
+        """Return the engines as a command opens them. `options` are arguments of `engines_of`."""
 
         def counted(candidate: Candidate) -> Sequence[Finding]:
             self.replays.append(candidate.name)
             return replay(candidate)
 
-        return engines_of(self, self.candidates.values(), counted, **given)
+        return engines_of(self, self.candidates.values(), counted, **options)
 
     def routed(self, **routes: str) -> list[str]:
         """Set routes (class -> engine), and return the printed lines."""
@@ -154,9 +156,9 @@ class MemoryRegistry:
 
     def read(self) -> RegisteredModel:
         versions = {number: Version(number, dict(tags), "run") for number, tags in self.versions.items()}
-        left = {f"{LEFT}{workload}": ",".join(numbers) for workload, numbers in self.routes_left.items()}
+        left_routes = {f"{LEFT}{workload}": ",".join(numbers) for workload, numbers in self.routes_left.items()}
         aliases = {alias: number for alias, number in self.aliases.items() if number in versions}
-        return RegisteredModel("kvgate-tiny", versions, aliases, left)
+        return RegisteredModel("kvgate-tiny", versions, aliases, left_routes)
 
     def set_alias(self, alias: str, version: str | None) -> None:
         if version is None:

@@ -91,8 +91,10 @@ def judged_engine(
     coded = make("quantize", f"quantize {kv}", inputs, {"kv_scales.json": '{"layers": []}'}, weights="none")
     baseline, engine = chain.bundle(weights, exact, FP16_POLICY), chain.bundle(weights, coded, policy)
     key, samples_path = config.workloads.own_key, config.workloads.own
-    read: dict[str, str] = {key: hashlib.sha256(own_content(key, samples_path)).hexdigest()} if samples_path is not None else {}
-    answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, {"round.json": "{}"})
+    digests: dict[str, str] = (
+        {key: hashlib.sha256(own_content(key, samples_path)).hexdigest()} if samples_path is not None else {}
+    )
+    answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **digests}, {"round.json": "{}"})
     rows = every_class(**lost)
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
     encoded = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
@@ -101,7 +103,7 @@ def judged_engine(
         REPORT_FILE: judged.model_dump_json(),
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
     }
-    compared = {"engine": engine.digest, "answers": answers.digest, **read}
+    compared = {"engine": engine.digest, "answers": answers.digest, **digests}
     ran = make("round", f"round {kv} 1/1", compared, {"statistics.safetensors": "rows"})
     inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
     evaluation = make("evaluate", f"evaluate {kv}", inputs, evidence, workloads=config.workloads.model_dump())

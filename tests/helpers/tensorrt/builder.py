@@ -89,17 +89,17 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
     assert [plugin.get_aliased_input(i) for i in range(len(outputs))] == [-1] * len(outputs)
 
     described = [_description(trt, *pair) for pair in zip([*types, *output_types], [*values, *outputs], strict=True)]
-    inputs, made = described[: len(types)], described[len(types) :]
+    inputs, described_outputs = described[: len(types)], described[len(types) :]
     supported = plugin.get_supported_format_combinations(described, len(types))
     assert [desc.format for desc in supported] == [trt.TensorFormat.LINEAR] * len(described)
-    plugin.configure_plugin(inputs, made)
+    plugin.configure_plugin(inputs, described_outputs)
     assert plugin.get_valid_tactics() == []
     plugin.set_tactic(0)
 
     launch, extras = SimpleNamespace(), _Extras()
     with stubs.expressions(trt) as expressions:
         plugin.get_launch_params(shapes, described, len(types), launch, extras, expressions)
-    symbol, ptx = plugin.get_kernel([desc.desc for desc in inputs], [desc.desc for desc in made])
+    symbol, ptx = plugin.get_kernel([desc.desc for desc in inputs], [desc.desc for desc in described_outputs])
     assert sorted(extras) == list(range(extras.nbSymExprs))
     assert all(extra.dtype == trt.PluginArgDataType.INT32 for extra in extras.values())
     size = {name: symbolic.expr.values for name, symbolic in vars(launch).items()}
@@ -120,8 +120,13 @@ def declared() -> dict[str, tuple[list[str], dict[str, type], list[str], int]]:
     from tensorrt_bindings.plugin import _lib
 
     return {
-        name: (list(read.input_tensor_names), dict(read.input_attrs), list(read.aot_impl_attr_names), read.num_outputs)
-        for name, read in _lib.QDP_REGISTRY.items()
+        name: (
+            list(registered.input_tensor_names),
+            dict(registered.input_attrs),
+            list(registered.aot_impl_attr_names),
+            registered.num_outputs,
+        )
+        for name, registered in _lib.QDP_REGISTRY.items()
     }
 
 
@@ -133,10 +138,12 @@ def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int | float]) 
     namespace, name = plugin_id.split("::")
     creator = trt.get_plugin_registry().get_creator(name, "1", namespace)
     kinds = {int: (trt.PluginFieldType.INT32, np.int32), float: (trt.PluginFieldType.FLOAT32, np.float32)}
-    given = {field.name: attributes[field.name] for field in creator.field_names if field.name in attributes}
+    field_values = {field.name: attributes[field.name] for field in creator.field_names if field.name in attributes}
     # A field points into its array, so the arrays must outlive the fields.
-    values = {key: np.array([value], kinds[type(value)][1]) for key, value in given.items()}
-    fields = trt.PluginFieldCollection([trt.PluginField(key, values[key], kinds[type(given[key])][0]) for key in given])
+    values = {key: np.array([value], kinds[type(value)][1]) for key, value in field_values.items()}
+    fields = trt.PluginFieldCollection(
+        [trt.PluginField(key, values[key], kinds[type(field_values[key])][0]) for key in field_values]
+    )
     request = trt.QuickPluginCreationRequest.STRICT_AOT
     return creator.create_plugin(name, namespace, fields, trt.TensorRTPhase.BUILD, request)
 

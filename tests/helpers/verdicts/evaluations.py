@@ -84,7 +84,7 @@ def measure_candidate(
 def joined(encoded: Sequence[EncodedSample], rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> JoinedEvaluation:
     """Join (baseline, candidate) rounds. The first round's directories also hold the once-only measurements."""
     baseline, candidate = rounds[0]
-    measured = [(read_round(base), read_round(own)) for base, own in rounds]
+    measured = [(read_round(base), read_round(candidate_round)) for base, candidate_round in rounds]
     alone = MeasuredOnce.read(baseline), MeasuredOnce.read(candidate)
     return join(encoded, measured, alone, config, engine="engine", baseline="base", samples=workloads_digest(encoded))
 

@@ -91,8 +91,8 @@ def fidelity(**changes: object) -> Fidelity:
 
 
 def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
-    whole = Slice(workload=None, context=None, samples=len(rows), accuracy=None, fidelity=fidelity())
-    low = whole.model_copy(update={"workload": "retrieval", "context": (0, 150)})
+    all_samples = Slice(workload=None, context=None, samples=len(rows), accuracy=None, fidelity=fidelity())
+    low = all_samples.model_copy(update={"workload": "retrieval", "context": (0, 150)})
     system: dict[str, object] = {**dict.fromkeys(SystemMetrics.model_fields, 1), "attention": "graph"}
     values: dict[str, object] = {
         "policy": "int8",
@@ -102,7 +102,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "samples": len(rows),
         "planned_rounds": 1,
         "planned_workloads": {},
-        "slices": [whole, low],
+        "slices": [all_samples, low],
         "noise": fidelity(),
         "control": MustFailControl(factor=0.1, rows=CONTROL_ROWS),
         "system": SystemMetrics.model_validate(system),

@@ -60,12 +60,14 @@ def test_transformers_4_reads_the_same_model(saved: Path, tmp_path: Path) -> Non
     config = read_config(saved)
     old = rope_at_top_level(config)
     assert "rope_parameters" not in old
-    one, other = described(tmp_path, config), described(tmp_path, old)
-    assert one == other
+    described_config, other = described(tmp_path, config), described(tmp_path, old)
+    assert described_config == other
     (tmp_path / "config.json").write_text(json.dumps(old))
-    again, first = AutoConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(saved)
+    reloaded, first = AutoConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(saved)
     for kind in ("full_attention", "sliding_attention"):
-        assert again.rope_parameters.get(kind, again.rope_parameters) == first.rope_parameters.get(kind, first.rope_parameters)
+        assert reloaded.rope_parameters.get(kind, reloaded.rope_parameters) == first.rope_parameters.get(
+            kind, first.rope_parameters
+        )
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -73,10 +75,10 @@ def test_missing_keys_have_the_defaults_of_transformers(family: str, tmp_path: P
     """Compare defaults: the config has only the size keys that every config.json has."""
     size = {key: SIZE[key] for key in SIZE if key not in ("num_key_value_heads", "initializer_range")}
     size |= {"num_attention_heads": 64, "hidden_size": 2048, "num_hidden_layers": 8}
-    asked = {"use_sliding_window": True, "max_window_layers": 6} if FAMILIES[family].uses_flag else {}
-    config = AutoConfig.for_model(family, **size, **asked)
-    written = {**size, **asked, "model_type": family, "architectures": [FAMILIES[family].architecture]}
-    info = described(tmp_path, written)
+    window_keys = {"use_sliding_window": True, "max_window_layers": 6} if FAMILIES[family].uses_flag else {}
+    config = AutoConfig.for_model(family, **size, **window_keys)
+    content = {**size, **window_keys, "model_type": family, "architectures": [FAMILIES[family].architecture]}
+    info = described(tmp_path, content)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert (info.shape.kv_heads, info.shape.head_dim) == (config.num_key_value_heads, head_dim)
     assert has_windows(info, config)
@@ -99,9 +101,9 @@ OF_4_57: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", list(OF_4_57))
 def test_a_config_of_transformers_4_57_means_the_same_to_5(family: str, tmp_path: Path) -> None:
-    written = {**SIZE, **OF_4_57[family], "model_type": family, "architectures": [FAMILIES[family].architecture],
+    content = {**SIZE, **OF_4_57[family], "model_type": family, "architectures": [FAMILIES[family].architecture],
                "dtype": "bfloat16", "transformers_version": "4.57.6"}  # fmt: skip
-    info = described(tmp_path, written)
+    info = described(tmp_path, content)
     config = AutoConfig.from_pretrained(tmp_path)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert (info.rope_scaling or "default") == rope["rope_type"]
@@ -158,9 +160,9 @@ LOCAL = {"rope_local_base_freq": 7000.0}
 
 
 def written(family: str, **rope: Any) -> dict[str, Any]:
-    about: dict[str, Any] = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
-    about |= {"num_hidden_layers": 4} if family == "olmo3" else {}  # a layer with full attention
-    return {key: value for key, value in {**SIZE, **MODELS[family], **about}.items() if not key.startswith("rope")} | rope
+    config: dict[str, Any] = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
+    config |= {"num_hidden_layers": 4} if family == "olmo3" else {}  # a layer with full attention
+    return {key: value for key, value in {**SIZE, **MODELS[family], **config}.items() if not key.startswith("rope")} | rope
 
 
 @pytest.mark.parametrize(

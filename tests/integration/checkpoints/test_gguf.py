@@ -79,10 +79,10 @@ def test_a_converted_model_has_the_logits_of_its_source(family: str, kind: str, 
     out = converted(tmp_path, family, kind, model)
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == stored
     loaded = load_causal_lm(out, dtype=torch.float32)
-    written = {name: tensor.to(getattr(torch, stored)).float() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(written)
+    stored_weights = {name: tensor.to(getattr(torch, stored)).float() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(stored_weights)
     for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, written[name]), name
+        assert torch.equal(tensor, stored_weights[name]), name
     assert torch.equal(logits(loaded), logits(model))
 
 
@@ -183,13 +183,13 @@ def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
     assert turn.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer(turn)["input_ids"][0] == tokenizer.convert_tokens_to_ids("<|im_start|>") == 1
     # the model's own tokenizer.json splits single digits, then applies GPT-2's expression
-    own = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    smollm2 = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     for topic, text in list(pydoc_data.topics.topics.items())[::16]:
         ids = tokenizer(text)["input_ids"]
         assert 1 not in ids, "no BOS"
         assert tokenizer.decode(ids) == text, topic
-        assert cut(text) == own.pre_tokenize_str(text), topic
+        assert cut(text) == smollm2.pre_tokenize_str(text), topic
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def sentencepiece(text: str) -> list[int]:
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     ids = []
     for part in parts:
-        known = part in SENTENCE_PIECES or part in CHARACTERS
-        ids += [SENTENCEPIECE_TOKENS.index(part)] if known else [3 + byte for byte in part.encode()]
+        is_piece = part in SENTENCE_PIECES or part in CHARACTERS
+        ids += [SENTENCEPIECE_TOKENS.index(part)] if is_piece else [3 + byte for byte in part.encode()]
     return ids
 
 
@@ -271,8 +271,8 @@ def test_gemma_adds_no_space_and_matches_runs_of_spaces_whole(tmp_path: Path) ->
 def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_gguf(tmp_path / "small.Q8_0.gguf", "Llama", random_model("Llama"), "Q8_0")
     source.with_name("config.json").write_text("no other file in the GGUF's folder is read")
-    given = [f"model.path={source}", "stage=build", "kv=fp16", "backend=torch", f"workdir={tmp_path / 'work'}"]
-    (job,) = plan(given, multirun=False).jobs
+    overrides = [f"model.path={source}", "stage=build", "kv=fp16", "backend=torch", f"workdir={tmp_path / 'work'}"]
+    (job,) = plan(overrides, multirun=False).jobs
     for second in (False, True):
         check_inputs(job)
         run_job(job)

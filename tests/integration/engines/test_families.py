@@ -110,7 +110,7 @@ def test_fp16_equals_the_eager_model_beyond_every_window(served: Served) -> None
     assert 2 * (getattr(config, "sliding_window", None) or 0) < TOKENS - FORCED
     texts = [text(), text()[: 17 + FORCED]]
     with torch.no_grad():
-        logits = [served.model(torch.tensor([one])).logits[0, -FORCED - 1 :].numpy() for one in texts]
+        logits = [served.model(torch.tensor([ids])).logits[0, -FORCED - 1 :].numpy() for ids in texts]
     expected = np.stack(logits, axis=1)
     engine = served.engine(FP16_POLICY, "graph")
     # Past keys and values are float16 (relative error 2**-11). Gemma 3's scores come from 16 times larger products.
@@ -138,7 +138,7 @@ def test_the_reference_computes_layers_above_a_known_input(served: Served) -> No
     """
     reference, first = served.reference(FP16_POLICY), TOKENS - FORCED
     expected = reference.forced(text(), first)
-    known = reference.layer_input(text(), first, served.model.config.num_hidden_layers - 1)
-    np.testing.assert_array_equal(reference.forced(text(), first, known), expected)
+    layer_input = reference.layer_input(text(), first, served.model.config.num_hidden_layers - 1)
+    np.testing.assert_array_equal(reference.forced(text(), first, layer_input), expected)
     (replay,) = reference.replay([Fed(text(), [(first, False), (FORCED, True)])])
     np.testing.assert_allclose(replay.logits[1:], expected, atol=1e-5)

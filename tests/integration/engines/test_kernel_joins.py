@@ -57,14 +57,16 @@ class Watched(KernelEngine):
     passes: list[list[int]]
 
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        before = [one.stored for one in live]
+        before = [request.stored for request in live]
         advanced, logits = super()._advance(live)
-        self.rows |= {tuple(one.tokens): row for one, row in zip(advanced, logits, strict=True)}
-        self.passes.append([one.stored - stored for one, stored in zip(live, before, strict=True)])
+        self.rows |= {tuple(request.tokens): row for request, row in zip(advanced, logits, strict=True)}
+        self.passes.append([request.stored - stored for request, stored in zip(live, before, strict=True)])
         return advanced, logits
 
     def _release_all(self, continuations: Sequence[Continuation]) -> None:
-        self.stores |= {tuple(one.tokens[: one.prompt_tokens]): self.stored(one.sequence) for one in continuations}
+        self.stores |= {
+            tuple(request.tokens[: request.prompt_tokens]): self.stored(request.sequence) for request in continuations
+        }
         super()._release_all(continuations)
 
 
@@ -93,7 +95,7 @@ def test_other_sequences_of_a_pass_change_no_result(name: str, make: Any, prompt
     assert [len(answer) for answer in answers] == list(LIMITS)
     assert answers == answered_alone(alone, prompts)
     assert together.rows.keys() == alone.rows.keys()
-    assert distance(*(np.stack([one.rows[key] for key in alone.rows]) for one in (together, alone))) < CLOSE
+    assert distance(*(np.stack([watched.rows[key] for key in alone.rows]) for watched in (together, alone))) < CLOSE
     differing: list[list[bool]] = [[], []]
     for prompt in map(tuple, prompts):
         for layer, (mine, theirs) in enumerate(zip(together.stores[prompt], alone.stores[prompt], strict=True)):
@@ -110,8 +112,8 @@ def test_free_answers_of_joining_prompts_equal_forced_decode(make: Any, prompts:
         EncodedSample(Sample(str(i), "joins", ""), tuple(prompt), (1,) * limit)
         for i, (prompt, limit) in enumerate(zip(prompts, LIMITS, strict=True))
     ]
-    found = free_answers(engine, encoded, 2, StoppingCriteria(stop_tokens=(), extra_tokens=2))
-    assert (found.samples, found.tokens, found.contradictions) == (7, sum(LIMITS) + 7 * 2, [])
+    answers = free_answers(engine, encoded, 2, StoppingCriteria(stop_tokens=(), extra_tokens=2))
+    assert (answers.samples, answers.tokens, answers.contradictions) == (7, sum(LIMITS) + 7 * 2, [])
     assert any(max(sizes) > 1 and min(sizes) == 1 for sizes in engine.passes)
 
 
@@ -164,26 +166,26 @@ def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, make:
 def test_a_bfloat16_model_stores_and_decodes_within_its_rounding(make: Any) -> None:
     engine, half = make(), make(GUARDED, torch.bfloat16)
     prompts = [list(range(10, 72)), [2] * 5]
-    (same, first), (handles, rows) = engine.prefill(prompts), half.prefill(prompts)
+    (exact_handles, first), (handles, rows) = engine.prefill(prompts), half.prefill(prompts)
     assert rows.dtype == np.float32
     assert 1e-4 < distance(rows, first) < 3e-2
     step = half.decode(handles, [4, 5])
-    assert 1e-4 < distance(step, engine.decode(same, [4, 5])) < 3e-2
+    assert 1e-4 < distance(step, engine.decode(exact_handles, [4, 5])) < 3e-2
     assert {x.dtype for p in half._passes.values() for x in (p.keys, p.values)} == {torch.bfloat16}
 
 
 def test_prompts_are_chunked_alone_and_single_tokens_come_first() -> None:
     """Chunks have 4 tokens, and a pass up to 6."""
-    for left, passes in (
+    for remaining, passes in (
         ([], []),
         ([9, 2, 3], [[(0, 4), (1, 2)], [(0, 4)], [(0, 1), (2, 3)]]),
         ([12, 4], [[(0, 4)], [(0, 4)], [(0, 4)], [(1, 4)]]),
         ([8, 1, 1], [[(1, 1), (2, 1), (0, 4)], [(0, 4)]]),
     ):
         planned = []
-        while any(left):
-            numbers = [i for i, tokens in enumerate(left) if tokens]
-            planned.append([(numbers[i], size) for i, size in plan_pass([left[i] for i in numbers], 4, 6)])
+        while any(remaining):
+            numbers = [i for i, tokens in enumerate(remaining) if tokens]
+            planned.append([(numbers[i], size) for i, size in plan_pass([remaining[i] for i in numbers], 4, 6)])
             for i, size in planned[-1]:
-                left[i] -= size
+                remaining[i] -= size
         assert planned == passes

@@ -89,13 +89,13 @@ def test_float16_kernel_is_closer_to_float32_than_the_graph(tokens: int) -> None
 @pytest.mark.parametrize("name", ["fp8", "int4_g32", "ages"])
 def test_threads_and_the_rest_of_the_batch_do_not_change_a_bit(name: str, tokens: int) -> None:
     case = AttentionCase(BY_NAME[name], HEADS, LENGTHS, tokens=tokens)
-    one = case.session(native=True, threads=1).run()
-    np.testing.assert_array_equal(case.session(native=True, threads=2).run(), one)
+    single = case.session(native=True, threads=1).run()
+    np.testing.assert_array_equal(case.session(native=True, threads=2).run(), single)
     for row in (2, 7):
         alone = AttentionCase(BY_NAME[name], HEADS, LENGTHS[row : row + 1], tokens=tokens)
         by_row = {"query", "key", "value", *case.spec.tables}
         alone.inputs = {key: value[row : row + 1] if key in by_row else value for key, value in case.inputs.items()}
-        np.testing.assert_array_equal(alone.session(native=True).run()[0], one[row])
+        np.testing.assert_array_equal(alone.session(native=True).run()[0], single[row])
 
 
 def test_non_finite_inputs_affect_only_their_sequence() -> None:
@@ -232,22 +232,22 @@ def test_a_library_is_compiled_once_for_its_heads_and_flags(own_cache: Path, mon
     assert library.parent == own_cache
     assert own_cache.stat().st_mode & 0o777 == 0o700
     assert library.stat().st_mode & 0o222 == 0
-    others = {library, compiled_kernel(64, 3), compiled_kernel(128, 2)}
+    libraries = {library, compiled_kernel(64, 3), compiled_kernel(128, 2)}
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DOTHER"))
-    assert len(others | {compiled_kernel(64, 2)}) == 4
+    assert len(libraries | {compiled_kernel(64, 2)}) == 4
     assert len(list(own_cache.iterdir())) == 4
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("damaged", [b"the library", b"", b"THE library of a kernel"])
 def test_a_library_that_was_damaged_is_compiled_again(damaged: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = b"the library of a kernel"
-    stub = f'for last; do out=$previous; previous=$last; done; printf "{whole.decode()}" > "$out"'
+    content = b"the library of a kernel"
+    stub = f'for last; do out=$previous; previous=$last; done; printf "{content.decode()}" > "$out"'
     pretend(monkeypatch, ("sh", "-c", stub, "cc"))
     library = compiled_kernel(64, 2)
     library.chmod(0o700)
     library.write_bytes(damaged)
-    assert compiled_kernel(64, 2).read_bytes() == whole
+    assert compiled_kernel(64, 2).read_bytes() == content
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, None])

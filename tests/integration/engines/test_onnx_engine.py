@@ -75,8 +75,8 @@ def test_a_token_with_a_non_finite_key_is_not_stored(decoder: Path, tmp_path: Pa
         engine.decode(handles, [5, 7])
     assert engine.memory().live_tokens == 73
     decoded = engine.decode(handles, [5, 6])
-    for each in (logits, decoded):
-        assert np.isnan(each).nonzero()[1].tolist() == [7, 7]
+    for array in (logits, decoded):
+        assert np.isnan(array).nonzero()[1].tolist() == [7, 7]
     fresh, _ = engine.prefill([[1] * 70, [2] * 3])
     np.testing.assert_array_equal(engine.decode(fresh, [5, 6]), decoded)
     engine.release([*handles, *fresh])
@@ -93,14 +93,14 @@ def test_16_bit_weights_stay_16_bit_without_changing_results(tmp_path: Path) -> 
     node = helper.make_node("MatMul", ["x", "weights"], ["y"])
     graph = helper.make_graph([node], "g", [x], [y], [numpy_helper.from_array(weights, "weights")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
-    file, given = tmp_path / "decoder.onnx", {"x": rng.standard_normal((3, 256)).astype(np.float32)}
+    file, feeds = tmp_path / "decoder.onnx", {"x": rng.standard_normal((3, 256)).astype(np.float32)}
     onnx.save(model, file, save_as_external_data=True, location="data", size_threshold=0)
-    (expected,) = ort.InferenceSession(file).run(None, given)
+    (expected,) = ort.InferenceSession(file).run(None, feeds)
     narrow = onnx.load(file, load_external_data=False)
     store_weights(narrow.graph, tmp_path / "data", tmp_path)
     onnx.save(narrow, file)
     assert (tmp_path / "weights.bin").stat().st_size == weights.nbytes // 2
-    np.testing.assert_array_equal(ort.InferenceSession(file).run(None, given)[0], expected)
+    np.testing.assert_array_equal(ort.InferenceSession(file).run(None, feeds)[0], expected)
 
 
 def test_an_altered_or_missing_file_is_refused_by_name(decoder: Path, tmp_path: Path) -> None:
@@ -176,13 +176,13 @@ def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
     name: str, cut: int, decoder: Path, tmp_path: Path, text: list[int]
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=cut)
-    (whole,), logits = engine.prefill([text[: 2 * cut]])
+    (unsplit,), logits = engine.prefill([text[: 2 * cut]])
     (part,), _ = engine.prefill([text[:cut]])
     fork = engine.fork(part)
     np.testing.assert_array_equal(engine.extend(fork, text[cut : 2 * cut]), logits[0])
-    np.testing.assert_array_equal(decode(engine, fork, text[200:203]), decode(engine, whole, text[200:203]))
+    np.testing.assert_array_equal(decode(engine, fork, text[200:203]), decode(engine, unsplit, text[200:203]))
     np.testing.assert_array_equal(engine.extend(part, text[cut : 2 * cut]), logits[0])
-    engine.release([whole, part, fork])
+    engine.release([unsplit, part, fork])
     assert engine.pool.in_use == (0, 0)
 
 
@@ -239,7 +239,7 @@ def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:
 
     def advanced(live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
         ready, logits = advance(live)
-        rows.update({tuple(one.tokens): row.tobytes() for one, row in zip(ready, logits, strict=True)})
+        rows.update({tuple(request.tokens): row.tobytes() for request, row in zip(ready, logits, strict=True)})
         return ready, logits
 
     engine._advance = advanced  # type: ignore[method-assign]
@@ -257,9 +257,9 @@ def test_logits_are_bitwise_independent_of_other_sequences(name: str, attention:
     expected = alone(engine)
     exact = dict(rows)
     assert len(exact) == sum(LIMITS)
-    for most in (2, 5, None):
+    for max_sequences in (2, 5, None):
         rows.clear()
-        assert engine.generate(PROMPTS * 3, LIMITS * 3, (), max_sequences=most) == expected * 3
+        assert engine.generate(PROMPTS * 3, LIMITS * 3, (), max_sequences=max_sequences) == expected * 3
         assert rows == exact
     assert engine.pool.in_use == (0, 0)
 

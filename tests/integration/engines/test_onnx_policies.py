@@ -91,8 +91,8 @@ def test_a_corrupted_key_scale_changes_decode_and_not_prefill(
     text = texts[-1]
     sound = forced(engine, [text])
     handles, _ = engine.prefill([text[:-STEPS]])
-    for each in pair:
-        each.corrupt_key_scale(4.0)
+    for corrupted in pair:
+        corrupted.corrupt_key_scale(4.0)
     try:
         stored_before = engine.decode(handles, text[-STEPS : 1 - STEPS])
         faulty, difference = differences(engine, reference, [text])
@@ -102,8 +102,8 @@ def test_a_corrupted_key_scale_changes_decode_and_not_prefill(
         assert np.abs(faulty[1:] - sound[1:]).max(-1).min() > 10 * FLIPS
     finally:
         engine.release(handles)
-        for each in pair:
-            each.corrupt_key_scale(1 / 4)
+        for corrupted in pair:
+            corrupted.corrupt_key_scale(1 / 4)
 
 
 @pytest.mark.every

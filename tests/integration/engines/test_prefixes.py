@@ -72,17 +72,17 @@ def test_keys_name_all_tokens_up_to_the_end_of_a_chunk(int8: Path, prompts: list
 
 def test_memory_is_bounded_and_eviction_is_least_recently_used(decoder: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
     engine = load(make_bundle(decoder, tmp_path / "bundle", BY_NAME["window_of_keys_and_values"]), prefix_tokens=3 * CHUNK + 5)
-    kept = cache(engine)
+    prefixes = cache(engine)
     first, other = prompts[0], prompts[2]
     logits_of(engine, first)
-    assert list(kept.kept) == list(reversed(kept.keys(first)[:3]))  # the fourth chunk found no room
+    assert list(prefixes.kept) == list(reversed(prefixes.keys(first)[:3]))  # the fourth chunk found no room
     assert engine.pool.in_use[0] == 3
     logits_of(engine, other)  # begins with the first chunk and has two more
-    assert set(kept.kept) == {*kept.keys(first)[:1], *kept.keys(other)[1:3]}
+    assert set(prefixes.kept) == {*prefixes.keys(first)[:1], *prefixes.keys(other)[1:3]}
     assert engine.pool.in_use[0] == 3
-    before = kept.reused_tokens
+    before = prefixes.reused_tokens
     logits_of(engine, first)
-    assert kept.reused_tokens - before == CHUNK
+    assert prefixes.reused_tokens - before == CHUNK
 
 
 def test_kept_prefixes_make_room_for_live_sequences(int8: Path, prompts: list[list[int]]) -> None:

@@ -39,8 +39,8 @@ class Pair:
     def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeEngine]]:
         device = FakeDevice()
         engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode, self.policy) for mode in PLANS}
-        given = self.plans, self.record, self.policy, self.scales, engines, LIBRARY, device
-        return PlanEngine(*given, cuda_graphs=cuda_graphs), device, engines
+        arguments = self.plans, self.record, self.policy, self.scales, engines, LIBRARY, device
+        return PlanEngine(*arguments, cuda_graphs=cuda_graphs), device, engines
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +86,24 @@ def test_steps_and_chunks_equal_those_of_onnx_runtime(name: str, pairs: dict[str
     (engine, _, fakes), expected = pairs[name].tensorrt(), pairs[name].onnx()
     engine.prefill_chunk = expected.prefill_chunk = 100
     prompts = [rng.integers(0, 256, size).tolist() for size in (170, 95, 255)]
-    (handles, logits), (others, wanted) = engine.prefill(prompts), expected.prefill(prompts)
-    np.testing.assert_allclose(logits, wanted, atol=2e-4)
-    assert held(engine, handles) == held(expected, others)
+    (handles, logits), (expected_handles, expected_logits) = engine.prefill(prompts), expected.prefill(prompts)
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
+    assert held(engine, handles) == held(expected, expected_handles)
     # 100, 95 and 100 tokens, then 70 and 100, then 55
     assert [context.sizes["B"] for context in fakes["prefill"].contexts] == [3, 2, 1]
     assert sum(context.runs for context in fakes["prefill"].contexts) == 3
     for turn in range(8):
-        for one in (engine, expected):
+        for each_engine in (engine, expected):
             if turn == 3:
-                one.corrupt_key_scale(0.5)
+                each_engine.corrupt_key_scale(0.5)
             if turn == 5:
-                one.corrupt_key_scale(1.5)
+                each_engine.corrupt_key_scale(1.5)
         live = slice(0, 3 if turn < 6 else 2)
         tokens = rng.integers(0, 256, len(handles[live])).tolist()
-        np.testing.assert_allclose(engine.decode(handles[live], tokens), expected.decode(others[live], tokens), atol=2e-4)
-    assert held(engine, handles) == held(expected, others)
+        np.testing.assert_allclose(
+            engine.decode(handles[live], tokens), expected.decode(expected_handles[live], tokens), atol=2e-4
+        )
+    assert held(engine, handles) == held(expected, expected_handles)
 
 
 def test_prompts_that_are_refused_together_leave_nothing(pairs: dict[str, Pair]) -> None:
@@ -114,9 +116,12 @@ def test_prompts_that_are_refused_together_leave_nothing(pairs: dict[str, Pair])
     assert same(before, pool_bytes(engine))
     assert engine.pool.in_use == in_use
     with not_finite(0, value, 6):  # the shorter prompt's padding
-        (handles, logits), (others, wanted) = engine.prefill([[1] * 5, [2] * 7]), expected.prefill([[1] * 5, [2] * 7])
-    np.testing.assert_allclose(logits, wanted, atol=2e-4)
-    steps = engine.decode([*live, *handles], [4, 5, 6]), expected.decode([*other, *others], [4, 5, 6])
+        (handles, logits), (expected_handles, expected_logits) = (
+            engine.prefill([[1] * 5, [2] * 7]),
+            expected.prefill([[1] * 5, [2] * 7]),
+        )
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
+    steps = engine.decode([*live, *handles], [4, 5, 6]), expected.decode([*other, *expected_handles], [4, 5, 6])
     np.testing.assert_allclose(*steps, atol=2e-4)
 
 
@@ -149,13 +154,13 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(pairs: dict[str, Pair]) -> None:
     engine, expected = pairs["ages"].tensorrt()[0], pairs["ages"].onnx()
     prompts = [[3] * 192, [2] * 65]  # The next token begins a page and, in a window of older formats, another page.
-    (handles, _), (others, _) = engine.prefill(prompts), expected.prefill(prompts)
+    (handles, _), (expected_handles, _) = engine.prefill(prompts), expected.prefill(prompts)
     before = pool_bytes(engine)
     refused = pytest.raises(UserError, match=rf"value of layer 0, token 65 of sequence {handles[1]} is not finite")
     with not_finite(1, engine.shape.kv_heads), refused:
         engine.decode(handles, [7, 8])
     assert same(before, pool_bytes(engine))
-    np.testing.assert_allclose(engine.decode(handles, [4, 5]), expected.decode(others, [4, 5]), atol=2e-4)
+    np.testing.assert_allclose(engine.decode(handles, [4, 5]), expected.decode(expected_handles, [4, 5]), atol=2e-4)
 
 
 def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,9 +94,9 @@ def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, A
     }  # fmt: skip
     bound = session.io_binding()
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
-    for taken in session.get_inputs():
-        values = feeds[taken.name] = np.ascontiguousarray(feeds[taken.name])
-        bound.bind_input(taken.name, "cpu", 0, types[taken.name], values.shape, values.ctypes.data)
+    for argument in session.get_inputs():
+        values = feeds[argument.name] = np.ascontiguousarray(feeds[argument.name])
+        bound.bind_input(argument.name, "cpu", 0, types[argument.name], values.shape, values.ctypes.data)
     for output in names:
         bound.bind_output(output)
     session.run_with_iobinding(bound)
@@ -117,22 +117,22 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
 def test_supported_layers_get_two_plugins_that_take_the_pools(
     graphs: dict[str, Surgery],
 ) -> None:
-    both, one = graphs["fp8k_int4v"], graphs["aged"]
-    assert (list(both.layers.layouts), both.layers.refusals) == ([0, 1], {})
-    assert list(one.layers.layouts) == [0]
-    assert {layer: str(refusal) for layer, refusal in one.layers.refusals.items()} == {1: INT4_KEYS}
-    for surgery in (both, one):
+    all_layers, mixed = graphs["fp8k_int4v"], graphs["aged"]
+    assert (list(all_layers.layers.layouts), all_layers.layers.refusals) == ([0, 1], {})
+    assert list(mixed.layers.layouts) == [0]
+    assert {layer: str(refusal) for layer, refusal in mixed.layers.refusals.items()} == {1: INT4_KEYS}
+    for surgery in (all_layers, mixed):
         assert [node.op_type for node in surgery.model.graph.node].count("plan_work") == 1
         for model in (surgery.model, surgery.prefill):
             functions = {function.name for function in model.functions}
             for layer in range(LAYERS):
-                taken = layer in surgery.layers.layouts
-                assert (f"PagedAttention_{layer}" in functions) == (not taken)
-                assert any(node.op_type == f"PagedAttention_{layer}" for node in model.graph.node) == (not taken)
+                has_plugin = layer in surgery.layers.layouts
+                assert (f"PagedAttention_{layer}" in functions) == (not has_plugin)
+                assert any(node.op_type == f"PagedAttention_{layer}" for node in model.graph.node) == (not has_plugin)
                 assert f"QuantizeKey_{layer}" in functions
                 pools = {f"key_pool.{layer}", f"value_pool.{layer}"}
                 takers = {node.domain for node in model.graph.node if pools & set(node.input)}
-                assert not taken or takers == {"kv"}, "no plan widens these pools"
+                assert not has_plugin or takers == {"kv"}, "no plan widens these pools"
 
 
 def test_work_is_divided_for_the_concurrency_of_the_building_gpu(
@@ -167,8 +167,8 @@ def test_the_plugin_gets_the_inputs_of_the_replaced_function(
         }  # fmt: skip
         assert len(turned) == (0 if tokens == 1 else 3)
         roles = dict(zip(node_of(f"{operation}_partial", layout).inputs, attend.input, strict=True))  # type: ignore[arg-type]
-        taken = {role: (feeds | activations | turned)[at] for role, at in roles.items() if role not in PLAN.outputs}
-        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in taken.items()}
+        inputs = {role: (feeds | activations | turned)[at] for role, at in roles.items() if role not in PLAN.outputs}
+        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in inputs.items()}
         for side in ("key", "value"):
             if getattr(layout, side).dtype == "fp8_e4m3":
                 tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
@@ -196,13 +196,13 @@ def test_layers_without_the_plugin_have_a_reason(
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda *_: None)
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
     surgery = graphs["aged"]
-    given: dict[Mode, Path] = {mode: surgery.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
-    written, native = insert_plugin(given, tmp_path, surgery.bundle.model, surgery.limits, sm=SM)
+    onnx_graphs: dict[Mode, Path] = {mode: surgery.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
+    outputs, native = insert_plugin(onnx_graphs, tmp_path, surgery.bundle.model, surgery.limits, sm=SM)
     assert native == {1: INT4_KEYS}
     without = replace(surgery.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
-    assert insert_plugin(given, tmp_path, surgery.bundle.model, without, sm=SM)[0] is given
+    assert insert_plugin(onnx_graphs, tmp_path, surgery.bundle.model, without, sm=SM)[0] is onnx_graphs
     for mode, operation in (("decode", "decode_partial"), ("prefill", "context_partial")):
-        model = onnx.load(written[mode], load_external_data=False)  # type: ignore[index]
+        model = onnx.load(outputs[mode], load_external_data=False)  # type: ignore[index]
         operators = {node.op_type for node in model.graph.node}
         assert {f"{operation}_kstatic_vdynamic_exact", "PagedAttention_1"} <= operators
         assert "PagedAttention_0" not in operators

@@ -66,8 +66,8 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     cache = poisoned(layout, key.shape[0], batch + 2, batch + 1, seed)
     expected = {name: tensor.clone() for name, tensor in cache.items()}
     for layer in range(key.shape[0]):
-        one = {name: tensor[layer] for name, tensor in expected.items()}
-        reference.append(layout, key[layer], value[layer], one, **tables)
+        expected_layer = {name: tensor[layer] for name, tensor in expected.items()}
+        reference.append(layout, key[layer], value[layer], expected_layer, **tables)
     appended = {name: tensor.to(DEVICE, copy=True) for name, tensor in cache.items()}
     launch.append(layout, key.to(DEVICE), value.to(DEVICE), appended, **on_device(tables))
     for name, tensor in expected.items():

@@ -34,13 +34,13 @@ def compare(case: Case, out: Tensor, scaling: float, tolerance: float = TOLERANC
     assert errors.max() < tolerance, errors
 
 
-def check_partials(case: Case, partial_acc: Tensor, partial_ml: Tensor, written: Tensor) -> None:
-    """Check that means are written where `written` says so, and only there."""
+def check_partials(case: Case, partial_acc: Tensor, partial_ml: Tensor, valid: Tensor) -> None:
+    """Check that means are written where `valid` is true, and only there."""
     assert partial_acc.dtype == (torch.float32 if case.dtype == torch.float32 else torch.float16)
     assert partial_ml.dtype == torch.float32
-    assert partial_acc[written].isfinite().all()
-    assert partial_acc[~written].isnan().all()
-    assert partial_ml[..., 1][written].isfinite().all()
+    assert partial_acc[valid].isfinite().all()
+    assert partial_acc[~valid].isnan().all()
+    assert partial_ml[..., 1][valid].isfinite().all()
 
 
 def check_decode(case: Case, programs: int, scaling: float | None = None) -> None:
@@ -50,11 +50,11 @@ def check_decode(case: Case, programs: int, scaling: float | None = None) -> Non
     plan = launch.plan_decode(layout, arguments["lengths"], programs=programs)
     partials = launch.decode_partials(layout, **arguments, plan=plan, scaling=scaling)
     maximum, weight = partials[1].unbind(-1)
-    written = ~maximum.isnan()
-    check_partials(case, *partials, written)
-    assert (written.all(1) == written.any(1)).all()
+    valid = ~maximum.isnan()
+    check_partials(case, *partials, valid)
+    assert (valid.all(1) == valid.any(1)).all()
     pages = [-(-max(0, n - layout.recent_tokens) // PAGE_TOKENS) - layout.sink_tokens // PAGE_TOKENS for n in case.lengths]
-    assert written.any(1).sum() <= sum(max(1, n) for n in pages) + len(pages) * (layout.exact_tokens > 0)
+    assert valid.any(1).sum() <= sum(max(1, n) for n in pages) + len(pages) * (layout.exact_tokens > 0)
     assert (maximum[weight == 0.0] == -math.inf).all()
     compare(case, launch.reduce_partials(layout, *partials, plan, case.dtype), scaling)
 
@@ -188,5 +188,5 @@ def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
         pool = torch.empty(last + 1, 1, PAGE_TOKENS, 64, dtype=torch.int8, device=DEVICE)
         pool[last] = near["cache"][name][case.page_table[0, 0]]
         far["cache"][name] = pool
-    outputs = [launch.context_attention(case.layout, **one, scaling=0.1) for one in (near, far)]
+    outputs = [launch.context_attention(case.layout, **arguments, scaling=0.1) for arguments in (near, far)]
     assert torch.equal(*outputs)

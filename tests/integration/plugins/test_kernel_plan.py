@@ -50,8 +50,8 @@ def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
     for first, stop, low, high, _ in work:
         spans = [(b, max(low, sequences[b][0]), min(high, sequences[b][1])) for b in range(first, stop)]
         in_pages = [(b, begin - sequences[b][0], end - sequences[b][0]) for b, begin, end in spans]
-        read = [min(end * PAGE_TOKENS, lengths[b]) - begin * PAGE_TOKENS for b, begin, end in in_pages]
-        tokens += [sum(read)] if read else []
+        tokens_read = [min(end * PAGE_TOKENS, lengths[b]) - begin * PAGE_TOKENS for b, begin, end in in_pages]
+        tokens += [sum(tokens_read)] if tokens_read else []
     assert sum(tokens) == sum(lengths)
     at_once = SMS * RESIDENT // HEADS
     assert len(tokens) <= at_once
@@ -67,23 +67,23 @@ def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
 def test_every_page_is_read_once_and_every_part_is_joined(lengths: list[int], programs: int, exact: tuple[int, int]) -> None:
     work, sequences = plan_of(lengths, programs, exact)
     sink, recent = exact
-    read: Counter[tuple[int, int]] = Counter()
-    written: list[list[int]] = [[] for _ in lengths]
+    reads: Counter[tuple[int, int]] = Counter()
+    parts_of: list[list[int]] = [[] for _ in lengths]
     for first, stop, low, high, part in work:
         for b in range(first, stop):
             begin, end, _, _ = sequences[b]
             assert low < high
-            read.update((b, page - begin + sink // PAGE_TOKENS) for page in range(max(low, begin), min(high, end)))
-            written[b].append(part + (b - first) * (2 if sum(exact) else 1))
+            reads.update((b, page - begin + sink // PAGE_TOKENS) for page in range(max(low, begin), min(high, end)))
+            parts_of[b].append(part + (b - first) * (2 if sum(exact) else 1))
         if stop == first:
-            written[first].insert(0, part)
+            parts_of[first].insert(0, part)
     for b, (length, (_, _, first, parts)) in enumerate(zip(lengths, sequences, strict=True)):
-        assert written[b] == list(range(first, first + parts))
-        seen = {page for owner, page in read if owner == b}
-        assert seen >= {position // PAGE_TOKENS for position in range(sink, max(sink, length - recent))}
-        assert len(seen) <= max(1, -(-length // PAGE_TOKENS))
-    assert set(read.values()) == {1}
-    every = [number for numbers in written for number in numbers]
+        assert parts_of[b] == list(range(first, first + parts))
+        pages_read = {page for owner, page in reads if owner == b}
+        assert pages_read >= {position // PAGE_TOKENS for position in range(sink, max(sink, length - recent))}
+        assert len(pages_read) <= max(1, -(-length // PAGE_TOKENS))
+    assert set(reads.values()) == {1}
+    every = [number for numbers in parts_of for number in numbers]
     assert len(set(every)) == len(every)
     assert max(every) < len(work) + len(lengths)
 
@@ -125,10 +125,10 @@ def test_misfitting_tensors_are_refused_before_any_write(operation: str, wrong: 
     elif operation == "decode_attention":
         options["plan"] = launch.plan_decode(case.layout, step["lengths"], programs=2)
     before = {key: tensor.clone() for key, tensor in cache.items()}
-    given = {key: change(tensor) if key == name else tensor for key, tensor in (cache | step).items()}
-    changed = {key: given[key] for key in cache if given[key] is not None}
+    arguments = {key: change(tensor) if key == name else tensor for key, tensor in (cache | step).items()}
+    changed = {key: arguments[key] for key in cache if arguments[key] is not None}
     with pytest.raises(ValueError, match=message):
-        getattr(launch, operation)(case.layout, cache=changed, **{key: given[key] for key in step}, **options)
+        getattr(launch, operation)(case.layout, cache=changed, **{key: arguments[key] for key in step}, **options)
     for key, tensor in before.items():
         assert torch.equal(cache[key].view(torch.uint8), tensor.view(torch.uint8)), key
 

@@ -103,10 +103,10 @@ def _run(asm: str, registers: dict[str, Register], count: int) -> None:
         return registers[name] if name in registers else np.full(count, int(name, 0), np.uint32)
 
     for statement in asm.strip().strip("{}").split(";"):
-        name, _, rest = " ".join(statement.split()).partition(" ")
+        name, _, operands_text = " ".join(statement.split()).partition(" ")
         if not name or name == ".reg":
             continue
-        target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", operands_text)
         if name == "mov.b32" and target.startswith("{"):
             low, high = target.strip("{} ").replace(" ", "").split(",")
             word = read(sources[0]).astype(np.uint32)

@@ -129,8 +129,8 @@ def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> No
     assert plan.parameters == ["u64"] * len(node.inputs) + ["u32"] * len(extras) + ["u64"] * len(node.outputs)
     assert plan.extras == extras
     assert re.search(rf"^\.target sm_{case.sm}a?$", plan.ptx, re.MULTILINE)
-    (threads, *rest), shared = plan.block, plan.shared_bytes
-    assert rest == [(1, 1, 1)] * 2
+    (threads, *other_dims), shared = plan.block, plan.shared_bytes
+    assert other_dims == [(1, 1, 1)] * 2
     assert threads == (threads[0],) * 3
     assert f".reqntid {threads[0]}" in plan.ptx
     assert shared == (shared[0],) * 3
@@ -150,7 +150,7 @@ def expected_launches(
     case: Case,
 ) -> dict[Node, tuple[list[tuple[str, tuple[Triple, ...]]], tuple[Triple, ...], list[Triple]]]:
     """Return the outputs, grid and integer arguments of every operation."""
-    layout, one = case.layout, triple(1)
+    layout, single = case.layout, triple(1)
     batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
     heads, q_heads, dim, splits = map(triple, (layout.kv_heads, case.setting.q_heads, layout.head_dim, case.programs + 1))
     columns = context_variant(case.setting).constants["N"]
@@ -164,15 +164,15 @@ def expected_launches(
     return {
         PLAN: (
             [("INT32", (case.rows, triple(5))), ("INT32", (batch, triple(4)))],
-            (triple(plan_grid(case.programs)), one, one),
+            (triple(plan_grid(case.programs)), single, single),
             [batch, triple(case.programs)],
         ),
-        node_of("decode_partial", layout): (partials(case.parts, q_heads), (heads, case.rows, one), [width]),
-        REDUCE: ([(out, (batch, one, q_heads, dim))], (q_heads, batch, one), []),
+        node_of("decode_partial", layout): (partials(case.parts, q_heads), (heads, case.rows, single), [width]),
+        REDUCE: ([(out, (batch, single, q_heads, dim))], (q_heads, batch, single), []),
         node_of("context_partial", layout): (
             partials(batch, tokens, q_heads, splits), (blocks, heads, splits), [width, tokens]
         ),
-        CONTEXT_REDUCE: ([(out, (batch, tokens, q_heads, dim))], (rows, one, one), [splits]),  # type: ignore[dict-item]
+        CONTEXT_REDUCE: ([(out, (batch, tokens, q_heads, dim))], (rows, single, single), [splits]),  # type: ignore[dict-item]
     }  # fmt: skip
 
 
@@ -200,17 +200,17 @@ def test_attention_takes_the_work_list_and_the_functions_inputs(name: str, sinks
     spec = AttentionSpec(info, policy, layer=0, mode="decode")
     (layout,) = check_kernels(policy, info.shape, q_heads=8)
     node = node_of("decode_partial", layout)
-    taken = input_specs(node, Setting(layout, "float16", group=4))
-    assert sorted(taken) == sorted(["query", "key", "value", *spec.tables, *PLAN.outputs, *spec.cache])
+    specs = input_specs(node, Setting(layout, "float16", group=4))
+    assert sorted(specs) == sorted(["query", "key", "value", *spec.tables, *PLAN.outputs, *spec.cache])
     for table, dims in spec.tables.items():
-        assert taken[table] == ("int32", dims)
+        assert specs[table] == ("int32", dims)
     for side in spec.sides.values():
         for array, (storage, width) in side.arrays.items():
-            assert (DATA_TYPES[taken[array][0]], taken[array][1]) == (TENSORRT_TYPES[onnx_type(storage)], ("N", 2, 64, width))
+            assert (DATA_TYPES[specs[array][0]], specs[array][1]) == (TENSORRT_TYPES[onnx_type(storage)], ("N", 2, 64, width))
         for constant, constant_dims in side.constants.items():
-            assert taken[constant] == ("float32", constant_dims)
+            assert specs[constant] == ("float32", constant_dims)
     if policy.exact_tokens:
-        assert taken["key_exact"] == taken["value_exact"] == ("float16", ("M", 2, sinks + recent, 128))
+        assert specs["key_exact"] == specs["value_exact"] == ("float16", ("M", 2, sinks + recent, 128))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_an_input_or_attribute_that_no_kernel_knows_is_named(
     node = PLAN if tensor == "programs" else node_of("decode_partial", case.layout)
     tensors, attributes = case.tensors(node), case.attributes(node)
     if tensor in tensors:
-        given = tensors[tensor]
-        tensors[tensor] = Tensor(dtype or given.dtype, dims or given.dims)
+        descriptor = tensors[tensor]
+        tensors[tensor] = Tensor(dtype or descriptor.dtype, dims or descriptor.dims)
     else:
         attributes[tensor] = dims
     with pytest.raises(ValueError, match=f"^{node.plugin_id}: {message}"):

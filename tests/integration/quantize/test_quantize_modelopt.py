@@ -129,12 +129,12 @@ def test_the_tensorrt_llm_export_has_the_judged_weights(
     for layer in range(4):
         for name, parts in FUSED.items():
             expected = torch.cat([judged[f"model.layers.{layer}.{part}.weight"].float() for part in parts])
-            found = effective(tensors, f"transformer.layers.{layer}.{name}", weights)
-            other = (found - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25
+            exported_weight = effective(tensors, f"transformer.layers.{layer}.{name}", weights)
+            other = (exported_weight - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25
             # A weight halfway between two codes may get either: ModelOpt multiplies, but its exporter divides.
             allowed = 0.0 if weights in ("none", "fp8") else 1e-3
             assert other.float().mean() <= allowed, f"layer {layer} {name}: {int(other.sum())} weights differ"
-            assert (found - expected).norm() <= 5e-3 * expected.norm()
+            assert (exported_weight - expected).norm() <= 5e-3 * expected.norm()
     for name, source in (("vocab_embedding", "embed_tokens"), ("ln_f", "norm")):
         assert torch.equal(tensors[f"transformer.{name}.weight"].float(), judged[f"model.{source}.weight"].float())
 

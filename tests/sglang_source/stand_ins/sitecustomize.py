@@ -85,7 +85,7 @@ def show_gpu(capability: tuple[int, ...]) -> None:
     import torch
 
     memory = 80 << 30
-    about = {"major": capability[0], "minor": capability[1], "total_memory": memory, "multi_processor_count": 132}
+    properties = {"major": capability[0], "minor": capability[1], "total_memory": memory, "multi_processor_count": 132}
     answers = {
         "is_available": True,
         "device_count": 1,
@@ -93,7 +93,7 @@ def show_gpu(capability: tuple[int, ...]) -> None:
         "get_device_name": "NVIDIA GPU",
         "get_device_capability": capability,
         "mem_get_info": (memory, memory),
-        "get_device_properties": types.SimpleNamespace(name="NVIDIA GPU", **about),
+        "get_device_properties": types.SimpleNamespace(name="NVIDIA GPU", **properties),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)

@@ -74,11 +74,11 @@ TURN_ENDS = NEXT_TURN_ENDS.replace("{% endfor", "<|end|>{% endfor")
     ],
 )
 def test_a_reference_ends_as_the_chat_template_ends_a_turn(template: str, ends: list[int], first: int, tmp_path: Path) -> None:
-    read = BundleTokenizer(checkpoint(tmp_path / "model", ends, PAD, eos_token="<|pad|>", chat_template=template))
-    stops = read.stop_tokens(builtin_workloads(samples={"copy": 1}))
-    assert (stops[0], set(stops), set(read.ends)) == (first, set(ends), set(ends))
+    tokenizer = BundleTokenizer(checkpoint(tmp_path / "model", ends, PAD, eos_token="<|pad|>", chat_template=template))
+    stops = tokenizer.stop_tokens(builtin_workloads(samples={"copy": 1}))
+    assert (stops[0], set(stops), set(tokenizer.ends)) == (first, set(ends), set(ends))
     sample = Sample(id="s", workload="w", messages=(("user", "Hi"),), reference="04", check="exact")
-    assert encode([sample], read, 9)[0].reference[-1] == first
+    assert encode([sample], tokenizer, 9)[0].reference[-1] == first
 
 
 def ends_differently(engine: FakeEngine) -> FakeEngine:
@@ -93,8 +93,8 @@ def test_an_answer_ends_at_any_stop_token_and_keeps_it(kind: type[FakeEngine]) -
     engine = ends_differently(kind(fake_engine(SAMPLES).answers))
     answers = {event.sample: event.answer for event in decode(engine, items, 2, STOPPING) if isinstance(event, SampleResult)}
     assert [answers[i] for i in range(3)] == [(*item.reference[:-1], TOOL_CALL) for item in items]
-    found = free_answers(engine, items, 2, STOPPING, decoded=[answers[0], None, None])
-    assert (found.samples, found.contradictions) == (3, [])
+    free = free_answers(engine, items, 2, STOPPING, decoded=[answers[0], None, None])
+    assert (free.samples, free.contradictions) == (3, [])
 
 
 def test_the_ends_of_a_gguf_equal_those_of_llama_cpp(tmp_path: Path) -> None:

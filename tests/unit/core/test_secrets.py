@@ -52,7 +52,7 @@ IN_A_KEY = "holds a password or a key, and configurations are printed and logged
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("tracking.uri='http://user:hunter2@host'", IN_A_URI),
         ("tracking.uri='postgresql+x://u:hun/ter2@h'", IN_A_URI),
@@ -66,14 +66,14 @@ IN_A_KEY = "holds a password or a key, and configurations are printed and logged
 )
 @pytest.mark.usefixtures("planted")
 def test_a_secret_argument_is_refused_before_any_write(
-    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    override: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipeline", "-m", "kv=fp8,int8", override])
     assert command.main() == 2
-    told = "".join(capsys.readouterr())
-    assert said in told
-    assert not any(part in told for part in ("hunter2", "ter2", "AKIAABCDEFGHIJKLMNOP", "hf_0123456789"))
+    output = "".join(capsys.readouterr())
+    assert message in output
+    assert not any(part in output for part in ("hunter2", "ter2", "AKIAABCDEFGHIJKLMNOP", "hf_0123456789"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,11 +139,11 @@ def test_no_other_program_gets_a_secret_or_a_cloud_variable(tmp_path: Path, monk
     finally:
         for cached in (compiler.find_compiler, hardware.gpus):
             cached.cache_clear()
-    seen = (tmp_path / "seen").read_text()
-    assert seen.count("PATH=") >= 2
-    assert "OMP_NUM_THREADS" in seen
-    assert "AWS_" not in seen
-    assert shown(seen) == []
+    recorded = (tmp_path / "seen").read_text()
+    assert recorded.count("PATH=") >= 2
+    assert "OMP_NUM_THREADS" in recorded
+    assert "AWS_" not in recorded
+    assert shown(recorded) == []
 
 
 @pytest.mark.usefixtures("planted")

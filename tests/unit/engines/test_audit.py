@@ -44,8 +44,8 @@ def write(model: Path, declared: Mapping[str, Any] | None, tensors: Mapping[str,
 
 
 def said_of(model: Path) -> list[str]:
-    found = audit(model)
-    return [*scale_findings(found.layers), *found.problems]
+    report = audit(model)
+    return [*scale_findings(report.layers), *report.problems]
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ NONE = "the checkpoint lacks it, and 1 is used"
 
 def changed(form: str = "self_attn.S_scale", **scales: Any) -> dict[str, Any]:
     """Return scales in compressed-tensors' form, or ModelOpt's for projections, with changes: `k1` is layer 1's key scale."""
-    given = named(form, {f"{key[-1]}.{key[:-1]}": scale for key, scale in scales.items()})
-    return (PROJECTIONS if "proj" in form else OWN) | given
+    tensors = named(form, {f"{key[-1]}.{key[:-1]}": scale for key, scale in scales.items()})
+    return (PROJECTIONS if "proj" in form else OWN) | tensors
 
 
 PROJECTION = "self_attn.S_proj.S_scale"
 
 
 @pytest.mark.parametrize(
-    ("declared", "tensors", "found"),
+    ("declared", "tensors", "findings"),
     [
         (None, {}, [f"missing: layer {number} {side}: {NONE}" for number in (0, 1) for side in ("keys", "values")]),
         (COMPRESSED, without("1.self_attn.v"), [f"missing: layer 1 values: {NONE}"]),
@@ -106,22 +106,22 @@ PROJECTION = "self_attn.S_proj.S_scale"
     ],
 )  # fmt: skip
 def test_every_lost_scale_is_reported_in_a_line(
-    declared: dict[str, Any], tensors: dict[str, Any], found: list[str], tmp_path: Path
+    declared: dict[str, Any], tensors: dict[str, Any], findings: list[str], tmp_path: Path
 ) -> None:
-    said = said_of(write(tmp_path / "model", declared, tensors))
-    for line in found:
-        assert any(one.startswith(line) for one in said), said
+    lines = said_of(write(tmp_path / "model", declared, tensors))
+    for line in findings:
+        assert any(reported.startswith(line) for reported in lines), lines
 
 
 def test_scales_in_a_file_outside_the_index_are_not_loaded(tmp_path: Path) -> None:
     model = write(tmp_path / "model", COMPRESSED, {})
     save_file(OWN, model / "scales.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "model.safetensors"}}))
-    said = said_of(model)
+    lines = said_of(model)
     assert (
-        "model.layers.0.self_attn.k_scale: is in scales.safetensors, which model.safetensors.index.json does not name" in said
+        "model.layers.0.self_attn.k_scale: is in scales.safetensors, which model.safetensors.index.json does not name" in lines
     )
-    assert "defaulted: layer 0 keys: 0.5 became the default, 1.0" in said
+    assert "defaulted: layer 0 keys: 0.5 became the default, 1.0" in lines
 
 
 def test_older_modelopt_is_read_and_non_numeric_scales_refused(tmp_path: Path) -> None:
@@ -135,19 +135,19 @@ def test_older_modelopt_is_read_and_non_numeric_scales_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("tensors", "code", "said"),
+    ("tensors", "code", "message"),
     [
         (OWN, 0, "vLLM 0.32 and 0.33, compressed-tensors: all 4 scales are used as carried, from 0.0625 to 0.5"),
         (without("1.self_attn.v"), 3, f"missing: layer 1 values: {NONE}"),
     ],
 )
 def test_the_audit_exits_3_for_a_lost_scale_and_writes_nothing(
-    tensors: dict[str, Any], code: int, said: str, commands: Commands, tmp_path: Path
+    tensors: dict[str, Any], code: int, message: str, commands: Commands, tmp_path: Path
 ) -> None:
     write(tmp_path / "model", COMPRESSED, tensors)
     before = contents(tmp_path)
-    asked = Case("audit", ("stage=audit", "backend=vllm", "model.path=model"), (), runs_stage=True)
-    outcome = commands.run(asked, tmp_path)
-    assert (outcome.code, outcome.stdout.splitlines()[-1:], outcome.heavy) == (code, [said], ())
+    case = Case("audit", ("stage=audit", "backend=vllm", "model.path=model"), (), runs_stage=True)
+    outcome = commands.run(case, tmp_path)
+    assert (outcome.code, outcome.stdout.splitlines()[-1:], outcome.heavy) == (code, [message], ())
     assert ("1 findings on 4 scales" in outcome.stderr) == (code == 3)
     assert contents(tmp_path) == before

@@ -67,18 +67,18 @@ def one_by_one(*stops: int) -> list[list[int]]:
     return [engine.generate([prompt], limit, stops)[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
-@pytest.mark.parametrize("most", [None, 1, 2, 5, 99])
-def test_answers_keep_the_order_and_equal_single_prompts(most: int | None) -> None:
+@pytest.mark.parametrize("max_sequences", [None, 1, 2, 5, 99])
+def test_answers_keep_the_order_and_equal_single_prompts(max_sequences: int | None) -> None:
     engine, free = HistoryEngine(), one_by_one()
     assert [len(answer) for answer in free] == LIMITS
-    assert engine.generate(PROMPTS, LIMITS, (), max_sequences=most) == free
+    assert engine.generate(PROMPTS, LIMITS, (), max_sequences=max_sequences) == free
     stops = free[4][3], free[2][1]
     stopped = one_by_one(*stops)
-    assert engine.generate(PROMPTS, LIMITS, stops, max_sequences=most) == stopped
+    assert engine.generate(PROMPTS, LIMITS, stops, max_sequences=max_sequences) == stopped
     assert stopped == [[*takewhile(lambda token: token not in stops, answer)] for answer in free]
     assert not engine.sequences
     counts: list[int] = []
-    engine.generate(PROMPTS, LIMITS, (), max_sequences=most, ended=counts.append)
+    engine.generate(PROMPTS, LIMITS, (), max_sequences=max_sequences, ended=counts.append)
     assert (counts == sorted(set(counts)), counts[-1]) == (True, len(PROMPTS))
 
 
@@ -113,7 +113,7 @@ def test_an_error_releases_every_sequence(fails_at: int) -> None:
 )
 def test_invalid_arguments_are_refused_before_any_computation(changes: dict[str, Any], message: str) -> None:
     engine = HistoryEngine()
-    asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_tokens": (), "max_sequences": 2}
+    arguments: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_tokens": (), "max_sequences": 2}
     with pytest.raises(UserError, match=message):
-        engine.generate(**asked | changes)
+        engine.generate(**arguments | changes)
     assert engine.steps == []

@@ -11,8 +11,8 @@ from stages.engines.interpreter.protocol import EmptyAnswer
 
 
 def test_a_long_error_of_a_library_is_cut_to_a_line(tmp_path: Path) -> None:
-    said = "{'error': 'ValueError: one\\n\\ttwo ' + 'x' * 1_000_000}"
-    (tmp_path / "worker.py").write_text(f"import json\nwhile input():\n    print(json.dumps({said}))\n")
+    answer = "{'error': 'ValueError: one\\n\\ttwo ' + 'x' * 1_000_000}"
+    (tmp_path / "worker.py").write_text(f"import json\nwhile input():\n    print(json.dumps({answer}))\n")
     program = Program("vllm", "vLLM", tmp_path / "worker.py", "pip install vllm")
     with Worker(program, sys.executable) as worker:
         for _ in range(2):

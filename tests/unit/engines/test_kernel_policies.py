@@ -85,25 +85,25 @@ def test_an_unsupported_layer_names_the_key_of_its_format() -> None:
     assert str(layers.refusals[1]) == "kv.overrides.0.value.group_size=128: does not divide the model's head_dim 64"
 
 
-def pretend_gpu(patch: pytest.MonkeyPatch, here: bool, capability: tuple[int, int] = (9, 0)) -> None:
+def pretend_gpu(patch: pytest.MonkeyPatch, present: bool, capability: tuple[int, int] = (9, 0)) -> None:
     patch.setattr(torch.version, "cuda", "13.0")
-    patch.setattr(torch.cuda, "is_available", lambda: here)
+    patch.setattr(torch.cuda, "is_available", lambda: present)
     patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
 
 def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch, here=True)
+    pretend_gpu(monkeypatch, present=True)
     assert [resolve_device(device) for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert gpu_identity() == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
     with monkeypatch.context() as patch:
         patch.setattr("stages.engines.reference.device.find_spec", lambda _: None)
         with refused(MissingRequirement, "backend.device=auto needs triton, which is not installed here"):
             resolve_device("auto")
-    pretend_gpu(monkeypatch, here=True, capability=(7, 5))
+    pretend_gpu(monkeypatch, present=True, capability=(7, 5))
     with refused(MissingRequirement, "backend.device=auto needs a GPU of compute capability 8.0 or newer, NVIDIA H200 has 7.5"):
         resolve_device("auto")
-    pretend_gpu(monkeypatch, here=False)
+    pretend_gpu(monkeypatch, present=False)
     assert resolve_device("auto") == resolve_device("cpu") == "cpu"
     with refused(MissingRequirement, "backend.device=cuda: torch finds no NVIDIA GPU here"):
         resolve_device("cuda")
@@ -118,7 +118,7 @@ def checked(*overrides: str) -> None:
 
 
 def test_a_job_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch, here=False)
+    pretend_gpu(monkeypatch, present=False)
     with pytest.raises(UserError, match=r"kv\.key\.dtype=int4"):
         checked("backend.device=cuda", "kv=int4_g64")
     with pytest.raises(MissingRequirement, match=r"backend\.device=cuda"):
@@ -131,7 +131,7 @@ def test_a_job_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch, here=True)
+    pretend_gpu(monkeypatch, present=True)
     for dtype, rounding in (("float32", FLOAT16_WEIGHTS), ("bfloat16", ROUNDING["bfloat16"])):
         config = TorchConfig.model_validate({"name": "torch", "device": "cuda", "threads": 1, "compute_dtype": dtype})
         backend = open_backend(config)

@@ -51,8 +51,8 @@ def quantize(
     constants = {} if static is None else codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0)
     bound = {"x": np.ascontiguousarray(x.astype(FLOATS[compute])), **constants}
     session = GraphSession(Path("quantize.onnx"), 1, model=model)
-    for given, values in bound.items():
-        session.bind_input(given, values)
+    for input_name, values in bound.items():
+        session.bind_input(input_name, values)
     stored = [session.output(name, (*x.shape[:3], width), storage.numpy) for name, (storage, width) in codec.arrays.items()]
     session.run()
     return stored
@@ -95,8 +95,8 @@ def assert_stores_what_the_reference_stores(form: Format, compute: ComputeDType 
     tensors = [t for t in (expected.codes, expected.scale, expected.zero) if t is not None]
     for array, tensor in zip(stored, tensors, strict=True):
         raw = tensor.contiguous().view(torch.uint8).numpy()
-        same = array.view(np.uint8) == raw
-        assert same.mean() > 0.998 if form.rotation != "none" else same.all()
+        equal = array.view(np.uint8) == raw
+        assert equal.mean() > 0.998 if form.rotation != "none" else equal.all()
 
 
 NIBBLES = [
@@ -131,8 +131,8 @@ def test_bfloat16_attention_is_float32_rounded_once(tokens: int) -> None:
     exact.inputs |= {name: rounded.inputs[name].astype(np.float32) for name in ("query", "key", "value")}
     attended = exact.session(native=False).run()
     assert attended.any()
-    found = rounded.session(native=False).run()
-    np.testing.assert_array_equal(found.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
+    output = rounded.session(native=False).run()
+    np.testing.assert_array_equal(output.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])

@@ -142,17 +142,17 @@ def test_page_tables_list_kept_pages_and_lengths_their_tokens(policy: KVPolicy, 
     handle = pool.start()
     for count in chunks:
         fill(pool, handle, count)
-        kept = kept_positions(policy, pool.length(handle))
+        positions = kept_positions(policy, pool.length(handle))
         tables = pool.tables([handle])
-        assert tables["lengths"].tolist() == [len(kept)]
-        assert stored(pool, handle)[: len(kept)] == kept
-        assert pool.in_use == (-(-len(kept) // 64), 0)
-        assert pool.memory().live_tokens == len(kept)
+        assert tables["lengths"].tolist() == [len(positions)]
+        assert stored(pool, handle)[: len(positions)] == positions
+        assert pool.in_use == (-(-len(positions) // 64), 0)
+        assert pool.memory().live_tokens == len(positions)
         first, codes = pool.stored(handle)["value_pool.1"]
         shown = codes.view(np.float16)[2, :, 3]
         assert (first, len(shown)) == (0, pool.length(handle))
-        assert shown[kept].tolist() == kept
-        assert not shown[sorted(set(range(len(shown))) - set(kept))].any()
+        assert shown[positions].tolist() == positions
+        assert not shown[sorted(set(range(len(shown))) - set(positions))].any()
     if policy is STREAMING and chunks == [1] * 500:
         assert pool.memory().pool_bytes == 4 * 64 * STREAMING.bytes_per_token(SHAPE) == STREAMING.sequence_bytes(SHAPE, 5001)
     pool.release(handle)
@@ -184,7 +184,7 @@ def test_pages_of_a_failed_step_serve_the_next_step() -> None:
         pool.reserve([handle], tokens_of_a_failed_step)
     for count in (1, 70, 1, 300):
         fill(pool, handle, count)
-        kept = kept_positions(STREAMING, pool.length(handle))
-        assert stored(pool, handle)[: len(kept)] == kept
+        positions = kept_positions(STREAMING, pool.length(handle))
+        assert stored(pool, handle)[: len(positions)] == positions
     pool.release(handle)
     assert pool.in_use == (0, 0)

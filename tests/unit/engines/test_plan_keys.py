@@ -63,22 +63,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_plan_keys_have_the_imported_librarys_version(
     backend: str, versions: dict[str, str], tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, object] = {}
+    arguments: dict[str, object] = {}
 
     def build(reference: Path, out: Path, **options: object) -> None:  # noqa: ARG001
-        given.update(options)
+        arguments.update(options)
 
     machine.setattr("stages.engines.tensorrt.build.build_bundle", build)
     config = configured(tmp_path, f"backend={backend}")
     chain = _Made(config, Store(tmp_path))
-    made = chain.bundle(config.kv)
-    parts: Any = made.parts
+    artifact = chain.bundle(config.kv)
+    parts: Any = artifact.parts
     assert parts["config"]["versions"] == versions
     assert parts["config"].get("gpu") == (GPU if backend == "tensorrt" else None)
     assert set(parts["libraries"]) == {"onnx", "numpy"}
-    assert given.keys() - {"adapt"} == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
+    assert arguments.keys() - {"adapt"} == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
     machine.setattr(_Library, "version", "10.15")
-    assert _Made(config, Store(tmp_path)).bundle(config.kv).key != made.key
+    assert _Made(config, Store(tmp_path)).bundle(config.kv).key != artifact.key
 
 
 def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
@@ -105,10 +105,10 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
 def test_what_plans_need_is_asked_for_before_any_work(
     lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
-    found = {"gpu": ("stages.engines.tensorrt.backend.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
+    present = {"gpu": ("stages.engines.tensorrt.backend.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
              "triton": ("stages.engines.tensorrt.backend.triton_version", lambda: None)}  # fmt: skip
-    if lacking in found:
-        machine.setattr(*found[lacking])
+    if lacking in present:
+        machine.setattr(*present[lacking])
     config = configured(tmp_path, "backend=tensorrt", f"stage={stage}", f"kv={kv}")
     with pytest.raises(MissingRequirement, match=message) if message is not None else nullcontext():
         check_inputs(config)

@@ -26,18 +26,18 @@ from stages.policies.policy import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Win
 CPU = torch.device("cpu")
 
 
-def has_gpu(patch: pytest.MonkeyPatch, here: bool) -> None:
-    patch.setattr(torch.version, "cuda", "13.0" if here else None)
-    patch.setattr(torch.cuda, "is_available", lambda: here)
+def has_gpu(patch: pytest.MonkeyPatch, present: bool) -> None:
+    patch.setattr(torch.version, "cuda", "13.0" if present else None)
+    patch.setattr(torch.cuda, "is_available", lambda: present)
     patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
 
 def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_gpu(monkeypatch, here=True)
+    has_gpu(monkeypatch, present=True)
     assert reference_device("auto", MIN_BYTES) == reference_device("cuda", 1) == "cuda"
     assert reference_device("auto", MIN_BYTES - 1) == reference_device("cpu", 1 << 40) == "cpu"
-    has_gpu(monkeypatch, here=False)
+    has_gpu(monkeypatch, present=False)
     assert reference_device("auto", MIN_BYTES) == "cpu"
     with pytest.raises(MissingRequirement, match=r"^reference\.device=cuda: .* no NVIDIA GPU here; set reference\.device=auto"):
         reference_device("cuda", MIN_BYTES)
@@ -45,7 +45,7 @@ def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_requested_gpu_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """stage=build runs no engine."""
-    has_gpu(monkeypatch, here=False)
+    has_gpu(monkeypatch, present=False)
     for stage in ("all", "evaluate", "build"):
         (job,) = plan([f"workdir={tmp_path}", f"stage={stage}", "reference.device=cuda", "tracking=none"], multirun=False).jobs
         refused = pytest.raises(MissingRequirement, match=r"^reference\.device=cuda")
@@ -53,21 +53,21 @@ def test_a_missing_requested_gpu_is_reported_before_any_work(tmp_path: Path, mon
             check_inputs(job)
 
 
-@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("has_device", [False, True])
 def test_the_reference_engines_gpu_is_part_of_an_evaluations_key(
-    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_gpu(monkeypatch, here)
+    has_gpu(monkeypatch, has_device)
     parts: list[Any] = []
-    for device in ("auto", "cuda" if here else "cpu"):
+    for device in ("auto", "cuda" if has_device else "cpu"):
         (job,) = plan([f"workdir={tmp_path}", f"reference.device={device}"], multirun=False).jobs
         steps, artifact = Run(job).verdict_steps, SimpleNamespace(digest="0")
-        given: Any = {"reference": artifact}
-        parts += [steps.recipe("round", "measure", inputs).parts for inputs in (given, dict[str, Any]())]
+        artifacts: Any = {"reference": artifact}
+        parts += [steps.recipe("round", "measure", inputs).parts for inputs in (artifacts, dict[str, Any]())]
     beside, alone = parts[2:]
     assert parts[:2] == [alone | {"inputs": beside["inputs"]}, alone], "auto is a CPU for the tiny model"
     reference = {"device": "cuda", "gpu": "NVIDIA H100", "compute_capability": "9.0"}
-    assert beside["config"] == alone["config"] | ({"reference": reference} if here else {})
+    assert beside["config"] == alone["config"] | ({"reference": reference} if has_device else {})
 
 
 def test_16_bit_weights_give_the_same_logits_bit_for_bit() -> None:
@@ -160,13 +160,13 @@ def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row:
 
 def painted(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.ndarray:
     """Return the source of every (row, column). Asserts that no two pieces claim the same place."""
-    seen = np.full((rows, columns), UNSEEN, object)
+    grid = np.full((rows, columns), UNSEEN, object)
     for piece in pieces:
         mask = np.ones((rows, piece.high - piece.low), bool) if piece.mask_RT is None else piece.mask_RT.numpy()
-        part = seen[:, piece.low : piece.high]
+        part = grid[:, piece.low : piece.high]
         assert (part[mask] == UNSEEN).all()
         part[mask] = piece.source
-    return seen
+    return grid
 
 
 @pytest.mark.parametrize("spans", SPANS, ids=lambda spans: "-".join(str(span.end) for span in spans))

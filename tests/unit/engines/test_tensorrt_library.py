@@ -46,7 +46,7 @@ def test_a_missing_library_is_named_with_how_to_get_it(name: str, how: str, monk
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "wanted"),
+    ("name", "version", "range_text"),
     [
         ("tensorrt", "10.9.0.34", r"TensorRT >= 10\.14 and < 12\.0"),
         ("tensorrt", "12.0.0.1", r"TensorRT >= 10\.14 and < 12\.0"),
@@ -54,11 +54,11 @@ def test_a_missing_library_is_named_with_how_to_get_it(name: str, how: str, monk
     ],
 )
 def test_an_unknown_release_is_refused_with_both_versions(
-    name: library_module.Name, version: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+    name: library_module.Name, version: str, range_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(__version__=version, ILogger=object))
     monkeypatch.setitem(sys.modules, f"{name}.plugin", SimpleNamespace())
-    with pytest.raises(MissingRequirement, match=rf"^backend={name} needs {wanted}, found {version}: pip install"):
+    with pytest.raises(MissingRequirement, match=rf"^backend={name} needs {range_text}, found {version}: pip install"):
         load(name)
 
 

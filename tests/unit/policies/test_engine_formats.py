@@ -74,15 +74,15 @@ def test_token_head_keeps_its_zero_in_the_scales_low_bits() -> None:
     scale = np.maximum((rotated.max(-1) - rotated.min(-1)) / 15, 1e-6)
     zero = np.clip(np.floor(-rotated.min(-1) / scale + 0.5), 0, 15)
     bits = stored.scale[..., 0].numpy().view(np.int32)
-    whole = rotated.std(-1) > 1e-3  # otherwise the sums are only rounding errors
-    assert (bits & 15)[whole].tolist() == zero[whole].astype(int).tolist()
-    np.testing.assert_allclose((bits & -16).view(np.float32)[whole], scale[whole], rtol=2e-5)
+    varies = rotated.std(-1) > 1e-3  # otherwise the sums are only rounding errors
+    assert (bits & 15)[varies].tolist() == zero[varies].astype(int).tolist()
+    np.testing.assert_allclose((bits & -16).view(np.float32)[varies], scale[varies], rtol=2e-5)
     steps = rotated / scale[..., None] + zero[..., None]
     off = np.abs(unpacked(stored).numpy() - np.clip(steps, 0, 15))
-    assert off[whole].max() <= 0.5 + 1e-3
+    assert off[varies].max() <= 0.5 + 1e-3
     back = dequantize(stored, INT4.value, None).double().numpy()
     expected = ((unpacked(stored).numpy() - zero[..., None]) * scale[..., None]) @ matrix / 64 * random_signs(64).numpy()
-    np.testing.assert_allclose(back[whole], expected[whole], atol=1e-4 * np.abs(x.numpy()).max())
+    np.testing.assert_allclose(back[varies], expected[varies], atol=1e-4 * np.abs(x.numpy()).max())
 
 
 @pytest.mark.parametrize("name", ggml.NAMES)

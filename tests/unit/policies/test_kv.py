@@ -54,10 +54,14 @@ def test_an_evicting_sequence_costs_only_its_kept_pages() -> None:
     plain, streaming = SHIPPED["fp8"], SHIPPED["fp8_streaming"]
     assert streaming.bytes_per_token(LLAMA_8B) == plain.bytes_per_token(LLAMA_8B)
     assert streaming.sequence_bytes(LLAMA_8B, 4096) == plain.sequence_bytes(LLAMA_8B, 4096)
-    most = (64 + 4096 + 64) * 64 * KIB
-    assert [streaming.sequence_bytes(LLAMA_8B, tokens) for tokens in (8_192, 8_193, 131_073)] == [most - 4096 * KIB, most, most]
+    limit = (64 + 4096 + 64) * 64 * KIB
+    assert [streaming.sequence_bytes(LLAMA_8B, tokens) for tokens in (8_192, 8_193, 131_073)] == [
+        limit - 4096 * KIB,
+        limit,
+        limit,
+    ]
     held = live_tokens(streaming, LLAMA_8B, 45 * GIB, 131_072)
-    assert held == 45 * GIB // (most - 4096 * KIB) * (64 + 4096)
+    assert held == 45 * GIB // (limit - 4096 * KIB) * (64 + 4096)
     assert HEAVY_HITTERS.kept_tokens(131_072, LLAMA_8B) == 512
     assert HEAVY_HITTERS.sequence_bytes(LLAMA_8B, 131_072) == 512 * 128 * KIB
     few_sinks = HEAVY_HITTERS.model_copy(update={"eviction": Eviction(window_tokens=256, heavy_tokens=256, sink_tokens=4)})
@@ -81,8 +85,8 @@ HEAVY_HITTERS = KVPolicy(
 @pytest.mark.parametrize("tokens", [4096, 8_192, 131_072])
 @pytest.mark.parametrize("evicting", [SHIPPED["fp16_streaming"], HEAVY_HITTERS], ids=lambda evicting: evicting.name)
 def test_dropped_tokens_do_not_count_as_live_tokens(evicting: KVPolicy, tokens: int) -> None:
-    kept = live_tokens(SHIPPED["fp16"], LLAMA_8B, 45 * GIB, 64)
-    assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= kept
+    baseline = live_tokens(SHIPPED["fp16"], LLAMA_8B, 45 * GIB, 64)
+    assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= baseline
 
 
 def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:

@@ -35,10 +35,10 @@ class Engine:
         input_ids: Any = None,
         stream: bool = False,
         custom_logit_processor: str | None = None,
-        **others: Any,
+        **ignored: Any,
     ) -> Any:
         assert prompt is None
-        assert not others
+        assert not ignored
         for params in sampling_params:
             assert params.keys() <= set(FACTS["SamplingParams"])
         if custom_logit_processor is not None and not self.args.get("enable_custom_logit_processor"):
@@ -57,8 +57,8 @@ class Engine:
             rows = [self._logits([*requests[i].origin_input_ids, *requests[i].output_ids]) for i in live]
             logits = np.array(rows, np.float32).view(torch.Tensor)
             if serialized is not None and not (sglang.MODE == "skips a step" and len(requests[live[0]].output_ids) == 2):
-                given = [params[i]["custom_params"] | {"__req__": requests[i]} for i in live]
-                logits = CustomLogitProcessor.from_str(serialized)(logits, given)
+                custom_params = [params[i]["custom_params"] | {"__req__": requests[i]} for i in live]
+                logits = CustomLogitProcessor.from_str(serialized)(logits, custom_params)
             for i, token in zip(live, logits.argmax(-1).tolist(), strict=True):
                 requests[i].output_ids.append(token)
                 count = len(requests[i].output_ids)

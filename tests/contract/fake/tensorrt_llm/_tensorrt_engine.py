@@ -13,15 +13,15 @@ from tensorrt_llm.toy import Runtime, Toy
 
 
 class LLM(Runtime):
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        only(ENGINE["llm"], given, "LLM")
-        only(ENGINE["kv_cache_config"], given["kv_cache_config"], "KvCacheConfig")
+        only(ENGINE["llm"], arguments, "LLM")
+        only(ENGINE["kv_cache_config"], arguments["kv_cache_config"], "KvCacheConfig")
         if MODE == "crash while loading":
             os.abort()
         if MODE == "hang while loading":
             time.sleep(600)
-        folder = Path(given["model"])
+        folder = Path(arguments["model"])
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pretrained_config"]
         ranks = [np.load(folder / f"rank{rank}.engine") for rank in range(config["mapping"]["tp_size"])]
         embedding = np.concatenate([rank["embedding"] for rank in ranks])

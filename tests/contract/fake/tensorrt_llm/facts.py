@@ -14,11 +14,11 @@ MODE = os.environ.get("FAKE_MODE", "sound")
 """Selects the misbehaviour of the fake."""
 
 
-def only(known: Any, given: dict[str, Any], what: str) -> None:
+def only(allowed: Any, arguments: dict[str, Any], subject: str) -> None:
     """Raise TypeError for an argument that the real function does not have."""
-    unknown = sorted(set(given) - set(known))
+    unknown = sorted(set(arguments) - set(allowed))
     if unknown:
-        raise TypeError(f"{what}: unexpected arguments {unknown}")
+        raise TypeError(f"{subject}: unexpected arguments {unknown}")
 
 
 def parse(argv: list[str]) -> dict[str, Any]:

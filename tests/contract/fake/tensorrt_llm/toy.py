@@ -18,12 +18,12 @@ DECAY, LOUDNESS = 0.8, 6.0
 
 
 class SamplingParams:
-    def __init__(self, **given: Any) -> None:
-        only(ENGINE["sampling_params"], given, "SamplingParams")
-        assert given["ignore_eos"]
-        assert given["end_id"] == -1, "without an end token it asks the tokenizer"
-        self.max_tokens: int = given["max_tokens"]
-        self.processor = given.get("logits_processor")
+    def __init__(self, **arguments: Any) -> None:
+        only(ENGINE["sampling_params"], arguments, "SamplingParams")
+        assert arguments["ignore_eos"]
+        assert arguments["end_id"] == -1, "without an end token it asks the tokenizer"
+        self.max_tokens: int = arguments["max_tokens"]
+        self.processor = arguments.get("logits_processor")
 
 
 class Completion:
@@ -66,11 +66,11 @@ class Toy:
         for token in prompt[:-1]:
             state = DECAY * (state + self.read[token])
         for step in range(params.max_tokens):
-            seen = fresh if step == 0 else state + self.vectors[tokens[-1]]
-            row = (LOUDNESS * self.vectors @ seen).astype(np.float32).view(torch.Tensor)
+            visible = fresh if step == 0 else state + self.vectors[tokens[-1]]
+            row = (LOUDNESS * self.vectors @ visible).astype(np.float32).view(torch.Tensor)
             for _ in range(self.chunks if step == 0 else 1) if params.processor is not None else ():
-                given = (1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
-                params.processor(**dict(zip(ENGINE["logits_processor"], given, strict=True)))
+                processor_arguments = (1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
+                params.processor(**dict(zip(ENGINE["logits_processor"], processor_arguments, strict=True)))
             state = DECAY * (state + self.read[tokens[-1]])
             tokens.append(int(row.argmax()))
         return Completion(tokens[1:])

@@ -11,11 +11,11 @@ MISSING = {"mem_fraction_static"} if sglang.MODE == "misses a field" else set()
 
 
 class ServerArgs:
-    def __init__(self, **given: Any) -> None:
-        unknown = given.keys() - (set(FACTS["server_args"]) - MISSING)
+    def __init__(self, **arguments: Any) -> None:
+        unknown = arguments.keys() - (set(FACTS["server_args"]) - MISSING)
         if unknown:
             raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
-        self.given = given
+        self.given = arguments
 
     def resolve_once(self) -> None:
         if sglang.MODE == "other chunks":

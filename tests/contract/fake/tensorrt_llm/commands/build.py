@@ -35,7 +35,7 @@ def weights_of(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked = parse(sys.argv[1:])
+    flags = parse(sys.argv[1:])
     if MODE == "hang while building":
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
@@ -43,13 +43,13 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if MODE == "no memory while building":
         sys.exit("[TRT] [E] OutOfMemory: requested 12884901888 bytes")
-    source, out = Path(asked["checkpoint_dir"]), Path(asked["output_dir"])
+    source, out = Path(flags["checkpoint_dir"]), Path(flags["output_dir"])
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     unknown = set(config["quantization"]) - set(ENGINE["quantization"]["keys"])
     if unknown:
         raise TypeError(f"QuantConfig.__init__() got an unexpected keyword argument {unknown}")
-    build = {**ENGINE["build_config"], **{key: asked[key] for key in ENGINE["build_config"] if key in asked}}
-    plugin = {key: asked.get(key, default) for key, default in ENGINE["plugin_config"].items()}
+    build = {**ENGINE["build_config"], **{key: flags[key] for key in ENGINE["build_config"] if key in flags}}
+    plugin = {key: flags.get(key, default) for key, default in ENGINE["plugin_config"].items()}
     plugin = {key: {"enable": True, "disable": False}.get(str(value), value) for key, value in plugin.items()}
     major, minor = torch.cuda.get_device_capability(0)
     algorithms = {key: config["quantization"].get(key) for key in ("quant_algo", "kv_cache_quant_algo")}
@@ -59,7 +59,7 @@ def main() -> None:
     if MODE == "cache left out":
         config["quantization"]["kv_cache_quant_algo"] = None
     build |= {"plugin_config": plugin, "kv_cache_type": str(build["kv_cache_type"]).upper()}
-    config["logits_dtype"] = asked["logits_dtype"]
+    config["logits_dtype"] = flags["logits_dtype"]
     out.mkdir(parents=True)
     for rank in range(config["mapping"]["tp_size"]):
         tensors = weights_of(source / f"rank{rank}.safetensors", config)
@@ -68,8 +68,8 @@ def main() -> None:
         embedding = np.float32(tensors["transformer.vocab_embedding.weight"])
         with (out / f"rank{rank}.engine").open("wb") as stream:
             np.savez(stream, embedding=embedding, scale=scale[0], rcp=rcp[0])
-    written = {"version": tensorrt_llm.__version__, "pretrained_config": config, "build_config": build}
-    (out / "config.json").write_text(json.dumps(written, indent=4), encoding="utf-8")
+    engine_config = {"version": tensorrt_llm.__version__, "pretrained_config": config, "build_config": build}
+    (out / "config.json").write_text(json.dumps(engine_config, indent=4), encoding="utf-8")
 
 
 if __name__ == "__main__":

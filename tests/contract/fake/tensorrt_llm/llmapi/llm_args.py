@@ -7,8 +7,8 @@ from tensorrt_llm.facts import MODE, PYTORCH
 
 def fields(inside: str) -> frozenset[str]:
     """Return a class's field names. Releases before 1.4 have only fields with a known default."""
-    known = (key for key, fact in PYTORCH["llm_args"].items() if MODE != "no switches" or "default" in fact)
-    return frozenset(key.removeprefix(inside) for key in known if key.startswith(inside))
+    names = (key for key, fact in PYTORCH["llm_args"].items() if MODE != "no switches" or "default" in fact)
+    return frozenset(key.removeprefix(inside) for key in names if key.startswith(inside))
 
 
 def update_llm_args_with_extra_dict(llm_args: dict[str, Any], llm_args_dict: dict[str, Any]) -> dict[str, Any]:
@@ -27,12 +27,12 @@ class QuantConfig:
 class TorchLlmArgs:
     model_fields = fields("")
 
-    def __init__(self, model: str, **given: Any) -> None:
+    def __init__(self, model: str, **arguments: Any) -> None:
         self.model, self.quant_config = model, QuantConfig()
-        dtype = given.get("kv_cache_config", {}).get("dtype")
+        dtype = arguments.get("kv_cache_config", {}).get("dtype")
         self.quant_config.kv_cache_quant_algo = PYTORCH["checkpoint"]["cache_of_dtype"].get(dtype)
-        self.values = {"model": model, **given}
-        for key, value in flat(given).items():
+        self.values = {"model": model, **arguments}
+        for key, value in flat(arguments).items():
             fact = PYTORCH["llm_args"].get(key)
             if fact is None or (MODE == "no block reuse" and key.endswith("enable_block_reuse")):
                 raise ValueError(f"{key}: Extra inputs are not permitted")
@@ -48,7 +48,7 @@ class TorchLlmArgs:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flattened

@@ -23,7 +23,7 @@ class ModelLoader:
             quantization.quant_algo = declared["quant_algo"]
             quantization.kv_cache_quant_algo = declared.get("kv_cache_quant_algo") or quantization.kv_cache_quant_algo
             return True
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-        if given is not None and given.get("quant_method") not in facts["quant_methods_of_config"]:
-            raise NotImplementedError(f"unsupported quantization_config: {given}")
-        return given is not None
+        declaration = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        if declaration is not None and declaration.get("quant_method") not in facts["quant_methods_of_config"]:
+            raise NotImplementedError(f"unsupported quantization_config: {declaration}")
+        return declaration is not None
