@@ -114,7 +114,7 @@ def test_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestE
     np.testing.assert_allclose(engine.forced(TOKENS, FIRST), before, atol=1e-2)
 
 
-def test_times_are_the_librarys_own(engine: RequestEngine[Any, Any]) -> None:
+def test_times_come_from_the_library(engine: RequestEngine[Any, Any]) -> None:
     load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
     system = measure_system(engine, load)
     assert system.time_to_first_token_ms > 0

@@ -26,7 +26,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> P
     return make_bundle("sglang", tiny_checkpoint, work / "bundle", "fp8_uncalibrated", python)
 
 
-def test_every_argument_that_is_given_is_one_of_the_release() -> None:
+def test_every_argument_exists_in_the_release() -> None:
     config = config_of("sglang", "python3", attention_backend="flashinfer")
     for kv in ("fp16", "fp8_uncalibrated", "fp8_e5m2"):
         cache = cache_dtype(SHIPPED[kv], config)
@@ -54,7 +54,7 @@ def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -
         ("other chunks", UserError, r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 changes it: .*=2048 becomes 64; set"),
     ],
 )
-def test_a_release_that_does_not_keep_what_was_asked_is_noticed(
+def test_a_release_that_ignores_an_argument_is_reported(
     mode: str, error: type[Exception], expected: str, bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Judge a sound bundle with a wrong release, or build with a release that lacks or changes an argument."""

@@ -123,7 +123,7 @@ def _signature(parameters: Iterable[tuple[str, object]]) -> inspect.Signature:
     ])  # fmt: skip
 
 
-def named() -> list[str]:
+def used_names() -> list[str]:
     """Return all TensorRT names that the code uses, including names from lookup tables."""
     from plugins.kv_attention.tensorrt_nodes import DATA_TYPES
     from stages.engines.tensorrt.build import CLEARED_FLAGS, NETWORK_FLAGS, SET_FLAGS
@@ -154,8 +154,8 @@ PLUGINS_ONLY = {"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"}
 """Names that are used only with TensorRT, in addition to the package tensorrt.plugin."""
 
 
-def wanted(library: Name) -> set[str]:
-    names = set(named())
+def required_names(library: Name) -> set[str]:
+    names = set(used_names())
     if library == "tensorrt":
         return names - RTX_ONLY
     return {name for name in names - PLUGINS_ONLY if not name.startswith("plugin.")}
@@ -174,14 +174,14 @@ def test_the_release_has_every_name_and_accepts_every_call(library: Name) -> Non
     if find_compiler() is None:
         pytest.skip("no C compiler, or no AVX2")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        version, signatures = pool.submit(read_installed, library, named()).result(timeout=120)
+        version, signatures = pool.submit(read_installed, library, used_names()).result(timeout=120)
     if library == "tensorrt":
         assert version == os.environ.get("REQUIRE_TENSORRT", version), "not the release that was to be tested"
         assert RTX_ONLY.isdisjoint(signatures)
     oldest, before = RANGES[library]
     assert oldest <= release_of(version) < before
-    assert wanted(library) - signatures.keys() == set()
-    calls = [(name, *call) for name in wanted(library) & USES.keys() for call in USES[name]]
+    assert required_names(library) - signatures.keys() == set()
+    calls = [(name, *call) for name in required_names(library) & USES.keys() for call in USES[name]]
     assert len(calls) > 30
     for name, positional, keywords in calls:
         assert any(binds(signature, positional, keywords) for signature in signatures[name]), (name, positional, keywords)

@@ -37,7 +37,7 @@ def bundles(work: Path, tiny_checkpoint: Path, python: str) -> dict[str, Path]:
     return bundles
 
 
-def test_each_cache_is_read_in_codes_of_its_own(bundles: dict[str, Path], python: str) -> None:
+def test_each_cache_is_read_in_its_own_format(bundles: dict[str, Path], python: str) -> None:
     rows = {}
     for kv in ("fp16", "fp8", "int8_tensor"):
         engine = open_engine(bundles[kv], python)
@@ -58,7 +58,7 @@ def test_prompts_beyond_the_bound_are_in_flight_together(bundles: dict[str, Path
     engine.close()
 
 
-def test_one_engine_holds_the_gpu_and_no_scale_means_no_control(bundles: dict[str, Path], python: str) -> None:
+def test_one_engine_uses_the_gpu_and_fp16_has_no_control(bundles: dict[str, Path], python: str) -> None:
     first = open_engine(bundles["fp8"], python)
     second = open_engine(bundles["fp16"], python)
     with pytest.raises(UserError, match="kv=fp16: the cache has no scale"):

@@ -147,7 +147,7 @@ def test_switches_that_change_logits_are_off(quantized: Path, tmp_path: Path, mo
         assert {flags.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
 
 
-def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
+def declare(quantized: Path, out: Path, **declared: Any) -> Path:
     """Copy exports, and put the given declarations into the unified export's hf_quant_config.json."""
     shutil.copytree(quantized, out, symlinks=True)
     (out / "unified_hf" / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}), encoding="utf-8")
@@ -155,14 +155,14 @@ def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
 
 
 def test_quantized_weights_are_served_as_exported_or_refused(quantized: Path, tmp_path: Path) -> None:
-    exports = declaring(quantized, tmp_path / "exports", quant_algo="FP8", kv_cache_quant_algo="FP8")
+    exports = declare(quantized, tmp_path / "exports", quant_algo="FP8", kv_cache_quant_algo="FP8")
     bundle = build(exports, tmp_path / "sound", {"release": "1.3.0"})
     for name in ("config.json", "hf_quant_config.json"):
         assert (bundle / "checkpoint" / name).read_bytes() == (exports / "unified_hf" / name).read_bytes()
     other = "backend.allow_rewrites=[]: TensorRT-LLM changed settings: kv_cache_quant_algo=FP8 became NVFP4"
     unknown = "kv=fp8: TensorRT-LLM 1.3.0 refuses the checkpoint: ValueError: 'FP7' is no algorithm; choose other"
     for algorithm, cache, message in (("FP8", "NVFP4", other), ("FP7", "FP8", unknown)):
-        wrong = declaring(quantized, tmp_path / cache / "exports", quant_algo=algorithm, kv_cache_quant_algo=cache)
+        wrong = declare(quantized, tmp_path / cache / "exports", quant_algo=algorithm, kv_cache_quant_algo=cache)
         with refused(UserError, message):
             build(wrong, tmp_path / cache, {"release": "1.3.0"})
 

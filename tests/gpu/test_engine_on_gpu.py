@@ -54,7 +54,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
     }
 
 
-def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
+def decode_steps(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
     """Return the logits of every step; the batch shrinks by one sequence per step."""
     handles, first = engine.prefill([text[:length].tolist() for text, length in zip(texts, LENGTHS, strict=True)])
     out = [first]
@@ -73,20 +73,20 @@ def test_captured_and_launched_steps_equal_the_reference(
     texts = benchlib.story_tokens(len(LENGTHS), max(LENGTHS) + STEPS)
     captured = load_on_gpu(bundles[policy.name], threads=1)
     assert isinstance(captured, KernelEngine)
-    ours = decoded(captured, texts)
+    ours = decode_steps(captured, texts)
     assert all(step._graph is not None for step in captured._passes.values())
     with monkeypatch.context() as patch:
         patch.setattr(DecodePass, "capture", lambda *_: None)
-        launched = decoded(load_on_gpu(bundles[policy.name], threads=1), texts)
+        launched = decode_steps(load_on_gpu(bundles[policy.name], threads=1), texts)
     reference = load_engine(bundles[policy.name], threads=1)
     assert isinstance(reference, TorchEngine)
-    for step, (a, b, expected) in enumerate(zip(ours, launched, decoded(reference, texts), strict=True)):
+    for step, (a, b, expected) in enumerate(zip(ours, launched, decode_steps(reference, texts), strict=True)):
         assert distance(a, b) < SAME, step
         assert distance(a, expected) < CLOSE, step
 
 
 @contextmanager
-def counted_waits(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def count_waits(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Count the waits for an event. Any other wait for the GPU raises."""
     waits, wait = list[int](), torch.cuda.Event.synchronize
 
@@ -113,7 +113,7 @@ def test_a_captured_step_launches_nothing_and_syncs_once(bundles: dict[str, Path
         with monkeypatch.context() as patch:
             for name in ("append", "decode_attention"):
                 patch.setattr(launch, name, lambda *_, **__: pytest.fail("an eager launch"))
-            with counted_waits(patch) as waits:
+            with count_waits(patch) as waits:
                 logits = engine.decode(handles[0], tokens)
         assert len(waits) == 1
         assert distance(logits, expected) < SAME
@@ -127,7 +127,7 @@ def test_joint_prefill_syncs_once_per_pass_and_equals_single(bundles: dict[str, 
     prompts = [texts[0], texts[1][:65], texts[2][:1], texts[2][:640]]
     engine, alone = (load_on_gpu(bundles["guarded"], threads=1, prefill_chunk=256) for _ in range(2))
     engine.release(engine.prefill(prompts)[0])  # compiles, and allocates the pools
-    with monkeypatch.context() as patch, counted_waits(patch) as waits:
+    with monkeypatch.context() as patch, count_waits(patch) as waits:
         together, logits = engine.prefill(prompts)
     assert len(waits) == 3  # the longest prompt has three chunks
     for row, handle, prompt in zip(logits, together, prompts, strict=True):
@@ -160,7 +160,7 @@ def test_prompts_join_a_running_batch_between_captured_steps(bundles: dict[str, 
     assert all(step._graph is not None for step in engine._passes.values())
 
 
-def test_a_corrupted_scale_reaches_captured_steps(bundles: dict[str, Path]) -> None:
+def test_a_corrupted_scale_changes_captured_steps(bundles: dict[str, Path]) -> None:
     texts = benchlib.story_tokens(1, 300)[0].tolist()
     engines = [load(bundles["fp8k_int4v"], threads=1) for load in (load_on_gpu, load_engine)]
     logits = []

@@ -108,7 +108,7 @@ class Launched:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_programs_that_work_is_divided_for_run_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_of_a_launch_run_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched, decoder = Launched(), Decoder(LAYOUTS[name])
     monkeypatch.setattr(launch, "decode_partial", launched)
     decoder.step()
@@ -119,7 +119,7 @@ def test_the_programs_that_work_is_divided_for_run_at_once(name: str, monkeypatc
     assert resident.value >= variant.resident
 
 
-def test_the_benchmark_runs_and_every_kernel_is_right(tmp_path: Path) -> None:
+def test_the_benchmark_runs_and_every_kernel_is_correct(tmp_path: Path) -> None:
     from benchmarks import decode_attention
 
     file = tmp_path / "results.json"

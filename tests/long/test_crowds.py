@@ -170,7 +170,7 @@ def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serv
 
 def in_a_child(work: Path, job: Callable[[], object]) -> None:
     ended = attempt(job, work)
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.traceback
 
 
 def play(work: Path, checkpoint: Path, uri: str | None = None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands.interruptions import FAULTS, Attempt, Fault, attempt
-from helpers.commands.small_runs import Ended, evaluate, open_tracking
+from helpers.commands.small_runs import RunResult, evaluate, open_tracking
 
 from pipeline.registry import summary
 
@@ -25,16 +25,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     (folder / "model.safetensors").write_bytes(b"weights")
     made = attempt(lambda: open_tracking(folder / "work").location.exists, folder)
-    assert made.code == 0, made.said
+    assert made.code == 0, made.traceback
     (folder / "work").rename(folder / "template")
     return folder
 
 
-def judge(folder: Path) -> Ended:
+def judge(folder: Path) -> RunResult:
     return evaluate(folder / "work", folder / "model.safetensors", "fp8", "sweep")
 
 
-def judge_and_look(folder: Path) -> Ended:
+def judge_and_look(folder: Path) -> RunResult:
     """Judge one engine; assert that nothing is left of the failed attempt and that the new results are complete."""
     ended, work = judge(folder), folder / "work"
     left = [path for path in (work / "artifacts").rglob(".*") if path.is_dir() and path.name not in (".partial", ".files")]
@@ -59,7 +59,7 @@ def attempt_anew(folder: Path, at: int | None = None, fault: Fault = "SIGKILL") 
 def undisturbed(folder: Path) -> Attempt:
     """A run without a fault."""
     whole = attempt_anew(folder)
-    assert whole.code == 0, whole.said
+    assert whole.code == 0, whole.traceback
     return whole
 
 
@@ -67,7 +67,7 @@ def undisturbed(folder: Path) -> Attempt:
 def test_a_fault_at_any_operation_is_recovered_from(fault: Fault, folder: Path, undisturbed: Attempt) -> None:
     for at in range(1 + FAULTS.index(fault) % EVERY, undisturbed.operations + 1, EVERY):
         failed = attempt_anew(folder, at, fault)
-        assert failed.code in ENDS[fault], (at, failed.said)
+        assert failed.code in ENDS[fault], (at, failed.traceback)
         recovered = attempt(partial(judge_and_look, folder), folder)
-        assert recovered.code == 0, (at, recovered.said)
+        assert recovered.code == 0, (at, recovered.traceback)
         assert recovered.returned == undisturbed.returned, at

@@ -81,7 +81,7 @@ def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> N
 
 
 @pytest.mark.parametrize(("name", "rotated"), [*product(NAMES, (True, False)), ("fp16", False)])
-def test_every_type_is_the_reference_but_for_rounding(
+def test_every_type_equals_the_reference_up_to_rounding(
     name: str, rotated: bool, tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
 ) -> None:
     form = Format(dtype="fp16") if name == "fp16" else form_of(name, "hadamard" if rotated else "none")
@@ -123,7 +123,7 @@ def test_a_sequence_may_have_as_many_tokens_as_the_context(
     long.close()
 
 
-def test_the_control_keys_are_wrong_in_the_state_and_taken_back(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
+def test_corrupted_keys_are_in_the_state_and_are_restored(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
     before = q8_q4.forced(texts[0], FIRST)
     q8_q4.corrupt_key_scale(0.1)
     assert mean_kl(before, q8_q4.forced(texts[0], FIRST)) > 0.05
@@ -147,7 +147,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "engines" / "ggml_rows.py"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_byte_is_ggmls(name: str, tmp_path: Path, llamacpp_python: str) -> None:
+def test_every_byte_equals_ggmls(name: str, tmp_path: Path, llamacpp_python: str) -> None:
     random = torch.randn(64, 64, 64, generator=torch.Generator().manual_seed(3)) * 8
     x = torch.cat([vectors().flatten(0, 1), random.flatten(0, 1)])
     np.save(tmp_path / "x.npy", x.numpy())

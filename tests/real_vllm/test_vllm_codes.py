@@ -56,7 +56,7 @@ def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
-def test_four_bit_caches_are_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
+def test_four_bit_caches_equal_vllms_bit_for_bit(stored: tuple[Tensor, Arrays]) -> None:
     """Compare codes, scales and minima of turboquant_k8v4, then codes and scales of int4_per_token_head."""
     (keys, values), theirs = stored
     slot, dim = theirs["turboquant"], keys.shape[-1]
@@ -75,7 +75,7 @@ def test_four_bit_caches_are_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) ->
 
 
 @pytest.mark.parametrize("kv", ["vllm_int8", "vllm_fp8"])
-def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays], kv: str) -> None:
+def test_scales_per_token_and_head_equal_vllms_bit_for_bit(stored: tuple[Tensor, Arrays], kv: str) -> None:
     """Compare all scales, and all codes but FP8 values, which Triton's interpreter rounds differently from a GPU."""
     x, theirs = stored
     name = kv.removeprefix("vllm_")
@@ -87,7 +87,7 @@ def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arr
             assert np.array_equal(theirs[f"{name}_{side}"], ours.codes.view(torch.uint8).numpy())
 
 
-def test_the_rotation_has_vllms_signs_and_goes_back(stored: tuple[Tensor, Arrays]) -> None:
+def test_the_rotation_has_vllms_signs_and_is_inverted(stored: tuple[Tensor, Arrays]) -> None:
     x, theirs = stored
     size = x.shape[-1]
     assert np.array_equal(np.tile(theirs["signs"], size // len(theirs["signs"])), random_signs(size).numpy())

@@ -59,7 +59,7 @@ def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
     engine.close()
 
 
-def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
+def test_the_interpreter_describes_this_machine(vllm_python: str) -> None:
     described = inspect_interpreter(PROGRAM, vllm_python).description
     assert described.platform == "cpu"
     assert described.release.startswith("0.32.")
@@ -68,7 +68,7 @@ def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
     assert "vLLM's attention on a CPU supports" in described.refused["nvfp4"]
 
 
-def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python: str) -> None:
+def test_vllm_serve_accepts_a_bundle(bundles: dict[str, Path], vllm_python: str) -> None:
     parse = (
         "import sys; from vllm.entrypoints.cli.serve import ServeSubcommand as Serve; "
         "from vllm.utils.argparse_utils import FlexibleArgumentParser; p = FlexibleArgumentParser(); "
@@ -107,7 +107,7 @@ def test_batches_and_steps_agree(fp8: VllmEngine, texts: list[list[int]]) -> Non
     assert_batches_steps_and_answers_agree(fp8, texts, 1e-3)
 
 
-def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str, str], dict[str, Tensor]], None]) -> Path:
+def alter_bundle(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str, str], dict[str, Tensor]], None]) -> Path:
     """Return a copy of a bundle with changes to config.json, the index of tensors, and the scales."""
     shutil.copytree(bundle, out)
     files = [out / CHECKPOINT / name for name in ("config.json", INDEX, SCALES)]
@@ -132,7 +132,7 @@ def test_ignored_scales_are_named_before_judging(bundles: dict[str, Path], vllm_
             del places[name]
         del tensors["model.layers.2.self_attn.k_scale"]
 
-    engine = open_engine(altered(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
+    engine = open_engine(alter_bundle(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
     with pytest.raises(GateRefusal, match="the engine does not use the scales of its checkpoint: ") as refused:
         audit_scales(engine, ())
     assert "7 defaulted (layer 0 keys: 0.04 became the default, 1.0)" in str(refused.value)
@@ -154,7 +154,7 @@ def test_modelopt_scales_are_read_and_rounded_to_16_bits(
             theirs = re.sub(r"([kv])_scale$", r"\1_proj.\1_scale", name)
             tensors[theirs], places[theirs] = tensors.pop(name), places.pop(name)
 
-    bundle = altered(bundles["fp8"], tmp_path / "bundle", modelopt)
+    bundle = alter_bundle(bundles["fp8"], tmp_path / "bundle", modelopt)
     audited, engine = audit(bundle / CHECKPOINT), open_engine(bundle, vllm_python)
     if algorithm is None:
         assert audited.problems == ["quant_algo is missing, so vLLM refuses the checkpoint"]
@@ -181,7 +181,7 @@ def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python:
     engine.close()
 
 
-def test_requests_in_a_full_pool_answer_as_with_room(fp8: VllmEngine, tiny_checkpoint: Path) -> None:
+def test_answers_in_a_full_pool_equal_those_with_room(fp8: VllmEngine, tiny_checkpoint: Path) -> None:
     tokenizer = BundleTokenizer(tiny_checkpoint)
     samples = generate("retrieval", 24, 0)
     samples_served = fill_pool_with_samples(fp8, encode(samples, tokenizer, 64), 24, no_progress)

@@ -60,7 +60,7 @@ def test_fp8_fails_for_its_computation_and_not_its_answers(tmp_path: Path, vllm_
         ("W4A16", "fp8", {"weight_packed": "I32"}),
     ],
 )
-def test_stored_weights_are_computed_with_as_they_are(
+def test_quantized_weights_are_used_as_stored(
     form: str, kv: str, stored_as: dict[str, str], tiny_checkpoint: Path, vllm_python: str, tmp_path: Path
 ) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)

@@ -21,7 +21,7 @@ FIRST = 40
 TEXT = [int(token) for token in np.random.default_rng(0).integers(6, 1344, 90)]
 
 
-class Left:
+class Leftovers:
     """Processes, files and shared memory that a running engine could leave behind."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -32,7 +32,7 @@ class Left:
         maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in self.processes]
         self.shared = {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
 
-    def nothing(self) -> None:
+    def assert_removed(self) -> None:
         _, alive = psutil.wait_procs(self.processes, timeout=30)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         assert not self.folder.exists(), "sockets lie there"
@@ -56,16 +56,16 @@ def test_each_worker_reads_the_scales_of_its_heads(tmp_path: Path, tiny_checkpoi
     memory = engine.timed([TEXT], 2).memory
     assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the halves of both workers"
 
-    leftovers = Left(engine)
+    leftovers = Leftovers(engine)
     engine.close()
-    leftovers.nothing()
+    leftovers.assert_removed()
 
     engine.corrupt_key_scale(0.1)
     assert mean_kl(rows, engine.forced(TEXT, FIRST)) > 0.05
     assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE / 10, KEY_SCALE * 0.15))
-    leftovers = Left(engine)
+    leftovers = Leftovers(engine)
     threading.Timer(1, leftovers.processes[-1].kill).start()
     with pytest.raises(UserError, match=r"vLLM ended with exit code 1 in run; .*VllmWorker-. died unexpectedly") as raised:
         engine.forced_together([(TEXT * 5, 8)] * 40)
     assert "\n" not in str(raised.value)
-    leftovers.nothing()
+    leftovers.assert_removed()

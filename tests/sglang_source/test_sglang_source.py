@@ -75,7 +75,7 @@ def texts(tiny_checkpoint: Path) -> list[list[int]]:
     return two_stories(tiny_checkpoint)
 
 
-def test_the_release_is_the_one_that_the_worker_was_read_against(python: str) -> None:
+def test_the_release_is_the_one_that_the_worker_was_written_for(python: str) -> None:
     assert inspect_interpreter(PROGRAM, python).release == CHECKED_RELEASE
 
 
@@ -94,7 +94,7 @@ def test_the_servers_own_command_line_reads_the_judged_arguments(bundle_of: Call
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
-def test_a_gpus_defaults_leave_every_argument_as_it_was_asked(
+def test_a_gpus_defaults_change_no_argument(
     capability: str, bundle_of: Callable[[str], Path], python: str, tmp_path: Path
 ) -> None:
     """Resolve the arguments; the release chooses its kernels, but nothing is loaded."""
@@ -139,7 +139,7 @@ def test_forced_tokens_go_through_the_releases_sampler(
         ("fp8_e5m2", "ValueError: --kv-cache-dtype fp8_e5m2 is not supported on CPU."),
     ],
 )
-def test_a_release_that_does_not_load_is_reported_in_a_line(
+def test_a_release_that_does_not_load_is_reported_in_one_line(
     kv: str, reason: str, bundle_of: Callable[[str], Path], python: str
 ) -> None:
     with pytest.raises(UserError, match=rf"^backend\.python=.*: SGLang was ended .* said: {re.escape(reason)}$"):

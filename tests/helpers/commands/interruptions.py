@@ -38,7 +38,7 @@ class Attempt:
     """Exit code: 0, 1 after an exception, 130 after an interrupt, or -N if signal N killed the child."""
     operations: int
     """Number of operations performed. With a fault at k: at least k, unless the run had fewer."""
-    said: str
+    traceback: str
     """Traceback of the exception."""
     returned: Any = None
     """Result of the job."""

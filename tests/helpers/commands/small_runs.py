@@ -27,7 +27,7 @@ FIGURES = {"quality/kl_mean": 0.01, "noise/kl_mean": 0.001}
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunResult:
     """The results of a run that must be equal in every run of the same work."""
 
     digests: Mapping[str, str]
@@ -61,7 +61,7 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
     return quantized, make_artifact(store, Recipe("build", CODE, {"kv": policy}, {"model": quantized.digest}), bundle)
 
 
-def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> Ended:
+def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> RunResult:
     """Judge and register one policy, like a command with one job."""
     opened = open_tracking(work, uri)
     with opened.candidate(sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
@@ -92,4 +92,4 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
     summary.finish(work, sweep, 0)
     assert registered.version
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
-    return Ended(digests, registered.verdict, registered.version)
+    return RunResult(digests, registered.verdict, registered.version)

@@ -126,7 +126,7 @@ def on_device(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     return {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
-def differing(actual: Tensor, expected: Tensor) -> Tensor:
+def differs(actual: Tensor, expected: Tensor) -> Tensor:
     """Return a mask of the elements that differ in any bit. All NaNs of 16 or 32 bits count as equal."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize]
     unequal = actual.cpu().view(bits) != expected.view(bits)

@@ -21,7 +21,7 @@ from stages.core.errors import UserError
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
-def described(path: Path, config: dict[str, Any]) -> CheckpointInfo:
+def inspect_config(path: Path, config: dict[str, Any]) -> CheckpointInfo:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     return describe_checkpoint(path, read_config(path), ("model.safetensors",), ("config.json",))
@@ -60,7 +60,7 @@ def test_transformers_4_reads_the_same_model(saved: Path, tmp_path: Path) -> Non
     config = read_config(saved)
     old = rope_at_top_level(config)
     assert "rope_parameters" not in old
-    described_config, other = described(tmp_path, config), described(tmp_path, old)
+    described_config, other = inspect_config(tmp_path, config), inspect_config(tmp_path, old)
     assert described_config == other
     (tmp_path / "config.json").write_text(json.dumps(old))
     reloaded, first = AutoConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(saved)
@@ -78,7 +78,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family: str, tmp_path: P
     window_keys = {"use_sliding_window": True, "max_window_layers": 6} if FAMILIES[family].uses_flag else {}
     config = AutoConfig.for_model(family, **size, **window_keys)
     content = {**size, **window_keys, "model_type": family, "architectures": [FAMILIES[family].architecture]}
-    info = described(tmp_path, content)
+    info = inspect_config(tmp_path, content)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert (info.shape.kv_heads, info.shape.head_dim) == (config.num_key_value_heads, head_dim)
     assert has_windows(info, config)
@@ -103,7 +103,7 @@ OF_4_57: dict[str, dict[str, Any]] = {
 def test_a_config_of_transformers_4_57_means_the_same_to_5(family: str, tmp_path: Path) -> None:
     content = {**SIZE, **OF_4_57[family], "model_type": family, "architectures": [FAMILIES[family].architecture],
                "dtype": "bfloat16", "transformers_version": "4.57.6"}  # fmt: skip
-    info = described(tmp_path, content)
+    info = inspect_config(tmp_path, content)
     config = AutoConfig.from_pretrained(tmp_path)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert (info.rope_scaling or "default") == rope["rope_type"]
@@ -114,15 +114,15 @@ def test_a_decoder_nested_in_text_config_is_read(tmp_path: Path) -> None:
     family_model("llama").save_pretrained(tmp_path)
     config = read_config(tmp_path)
     beside = {"architectures": config.pop("architectures"), "dtype": config.pop("dtype")}
-    nested = described(tmp_path, {**beside, "model_type": "wrapper", "text_config": config})
-    assert nested == described(tmp_path, {**beside, **config})
+    nested = inspect_config(tmp_path, {**beside, "model_type": "wrapper", "text_config": config})
+    assert nested == inspect_config(tmp_path, {**beside, **config})
     check_weights(nested, expected_tensors)
 
 
 @pytest.mark.parametrize("changed", [1.0, 1.5])
 def test_stored_frequencies_may_lack_the_scaling(changed: float, tmp_path: Path) -> None:
     stored = {FREQUENCIES: changed * (10000.0 ** (-torch.arange(16) / 16)).half()}
-    scaled = written("llama", rope_scaling={"rope_type": "linear", "factor": 4.0})
+    scaled = config_of("llama", rope_scaling={"rope_type": "linear", "factor": 4.0})
     if changed == 1.0:
         expected_tensors(tmp_path, scaled, stored)
         return
@@ -133,7 +133,7 @@ def test_stored_frequencies_may_lack_the_scaling(changed: float, tmp_path: Path)
 def test_a_tied_models_output_matrix_must_equal_the_embedding(tmp_path: Path) -> None:
     model = family_model("llama")
     model.save_pretrained(tmp_path)
-    info, tensors = described(tmp_path, read_config(tmp_path)), load_file(tmp_path / "model.safetensors")
+    info, tensors = inspect_config(tmp_path, read_config(tmp_path)), load_file(tmp_path / "model.safetensors")
     tensors[FREQUENCIES] = model.model.rotary_emb.inv_freq.half()  # as in old checkpoints
     head = tensors["model.embed_tokens.weight"].double()
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
@@ -147,7 +147,7 @@ def test_a_tied_models_output_matrix_must_equal_the_embedding(tmp_path: Path) ->
 
 def test_a_configuration_that_its_class_refuses_is_refused(tmp_path: Path) -> None:
     family_model("qwen2_moe").save_pretrained(tmp_path)
-    info = described(tmp_path, read_config(tmp_path) | {"norm_topk_prob": "often"})
+    info = inspect_config(tmp_path, read_config(tmp_path) | {"norm_topk_prob": "often"})
     with pytest.raises(UserError, match=r"config.json: transformers .* refuses it: .*norm_topk_prob") as refused:
         check_weights(info, expected_tensors)
     assert "\n" not in str(refused.value)
@@ -159,7 +159,7 @@ PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
 LOCAL = {"rope_local_base_freq": 7000.0}
 
 
-def written(family: str, **rope: Any) -> dict[str, Any]:
+def config_of(family: str, **rope: Any) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
     config |= {"num_hidden_layers": 4} if family == "olmo3" else {}  # a layer with full attention
     return {key: value for key, value in {**SIZE, **MODELS[family], **config}.items() if not key.startswith("rope")} | rope
@@ -178,8 +178,8 @@ def written(family: str, **rope: Any) -> dict[str, Any]:
          {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0}),
     ],
 )  # fmt: skip
-def test_stated_parameters_reach_the_model(family: str, rope: Any, applied: Any, tmp_path: Path) -> None:
-    config = written(family, **rope)
+def test_rope_parameters_reach_the_model(family: str, rope: Any, applied: Any, tmp_path: Path) -> None:
+    config = config_of(family, **rope)
     expected_tensors(tmp_path, config)
     composed = AutoConfig.for_model(**compose_rope(tmp_path, config)).rope_parameters
     assert composed == applied
@@ -190,10 +190,10 @@ def test_stated_parameters_reach_the_model(family: str, rope: Any, applied: Any,
     ("family", "rope"),
     [*((family, {}) for family in FAMILIES), ("llama", {"rope_scaling": None}), ("llama", {"rope_parameters": None})],
 )
-def test_a_base_at_the_top_level_is_taken_by_every_family(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+def test_every_family_reads_a_base_at_the_top_level(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
     partial = {"partial_rotary_factor": 0.5} if family in ("glm4", "phi3") else {}
     local = LOCAL if family == "gemma3_text" else {}
-    expected_tensors(tmp_path, written(family, rope_theta=12345, **local, **partial, **rope))
+    expected_tensors(tmp_path, config_of(family, rope_theta=12345, **local, **partial, **rope))
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_a_base_at_the_top_level_is_taken_by_every_family(family: str, rope: dic
         ("qwen3", {"rope_theta": 10000.0, "rope_scaling": YARN}, "rope_theta=10000.0 contradicts rope_scaling.rope_theta"),
     ],
 )  # fmt: skip
-def test_parameters_that_do_not_reach_the_model_are_refused(family: str, rope: Any, message: str, tmp_path: Path) -> None:
+def test_rope_parameters_that_the_model_ignores_are_refused(family: str, rope: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"model.path=.*config.json: .*{message}") as refused:
-        expected_tensors(tmp_path, written(family, **rope))
+        expected_tensors(tmp_path, config_of(family, **rope))
     assert "\n" not in str(refused.value)
 
 
@@ -279,7 +279,7 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
 def test_ignored_keys_that_change_the_computation_are_refused(
     family: str, keys: dict[str, Any], unread: str | None, tmp_path: Path
 ) -> None:
-    config = {key: value for key, value in written(family, **keys).items() if value is not ...}
+    config = {key: value for key, value in config_of(family, **keys).items() if value is not ...}
     if unread is None:
         expected_tensors(tmp_path, config)
         return

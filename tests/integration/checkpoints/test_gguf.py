@@ -51,7 +51,7 @@ SENTENCEPIECE: dict[str, Any] = {key.replace(".", "__"): value for key, value in
 }
 
 
-def converted(directory: Path, family: str = "Llama", kind: str = "F32", model: Any = None, **metadata: Any) -> Path:
+def convert_model(directory: Path, family: str = "Llama", kind: str = "F32", model: Any = None, **metadata: Any) -> Path:
     """Convert a random model; return the checkpoint's directory."""
     source = write_gguf(directory / "model.gguf", family, model or random_model(family), kind, **metadata)
     out = directory / "checkpoint"
@@ -76,7 +76,7 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "float
 )
 def test_a_converted_model_has_the_logits_of_its_source(family: str, kind: str, tmp_path: Path) -> None:
     model, stored = random_model(family), STORED[kind]
-    out = converted(tmp_path, family, kind, model)
+    out = convert_model(tmp_path, family, kind, model)
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == stored
     loaded = load_causal_lm(out, dtype=torch.float32)
     stored_weights = {name: tensor.to(getattr(torch, stored)).float() for name, tensor in model.state_dict().items()}
@@ -89,7 +89,7 @@ def test_a_converted_model_has_the_logits_of_its_source(family: str, kind: str, 
 def test_large_models_are_sharded_and_tied_embeddings_stay_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
     model = random_model("Qwen2", tie_word_embeddings=True)
-    out = converted(tmp_path, "Qwen2", model=model)
+    out = convert_model(tmp_path, "Qwen2", model=model)
     assert len(inspect_checkpoint(out).weight_files) > 1
     loaded = load_causal_lm(out, dtype=torch.float32)
     assert torch.equal(logits(loaded), logits(model))
@@ -100,7 +100,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     model = random_model("Llama")
     model.state_dict()["model.norm.weight"][0] = math.nan
     with pytest.raises(UserError, match=r"model\.path=.*output_norm\.weight holds a value that is not finite"):
-        converted(tmp_path, model=model)
+        convert_model(tmp_path, model=model)
 
 
 @pytest.mark.parametrize("kind", GGUF_NUMBERS)
@@ -150,7 +150,7 @@ def test_a_non_finite_weight_is_refused_at_every_opening(tmp_path: Path) -> None
 def test_rope_scaling_is_kept(scaling: dict[str, Any], metadata: dict[str, Any], tmp_path: Path) -> None:
     model = random_model("Qwen3", rope_scaling={**scaling, "rope_theta": 50000.0})
     keys: dict[str, Any] = {f"qwen3__rope__scaling__{name}": value for name, value in metadata.items()}
-    out = converted(tmp_path, "Qwen3", model=model, **keys)
+    out = convert_model(tmp_path, "Qwen3", model=model, **keys)
     assert inspect_checkpoint(out).rope_scaling == scaling["rope_type"]
     torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-6)
 
@@ -163,13 +163,13 @@ def test_only_llama_3_rotary_factors_are_accepted(tmp_path: Path) -> None:
     plain = 50000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
     factors = (plain / model.model.rotary_emb.inv_freq).tolist()
     assert [min(factors), max(factors)] == pytest.approx([1, 8])
-    out = converted(tmp_path, model=model, rope_freqs=factors)
+    out = convert_model(tmp_path, model=model, rope_freqs=factors)
     assert json.loads((out / "config.json").read_text())["rope_scaling"]["factor"] == pytest.approx(8)
     torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-5)
     factors[3] *= 1.01
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="is not the rotary scaling of Llama 3"):
-        converted(tmp_path / "other", model=model, rope_freqs=factors)
+        convert_model(tmp_path / "other", model=model, rope_freqs=factors)
 
 
 def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
     ],
 )
 def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre=pre))
+    tokenizer = load_tokenizer(convert_model(tmp_path, tokenizer__ggml__pre=pre))
     assert [word for word, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
@@ -219,13 +219,13 @@ def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre: str, text: str,
     ],
 )
 def test_bos_and_eos_are_added_as_the_metadata_says(pre: str, keys: Any, ends: Any, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre=pre, **keys))
+    tokenizer = load_tokenizer(convert_model(tmp_path, tokenizer__ggml__pre=pre, **keys))
     plain = tokenizer("ab", add_special_tokens=False)["input_ids"]
     assert tokenizer("ab")["input_ids"] == [*ends[0], *plain, *ends[1]]
 
 
 def test_token_types_decide_special_and_whole_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__padding_token_id=0))
+    tokenizer = load_tokenizer(convert_model(tmp_path, tokenizer__ggml__padding_token_id=0))
     ids = tokenizer("<|im_start|>a<tool>b")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "a", "<tool>", "b"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>b"
@@ -251,7 +251,7 @@ def sentencepiece(text: str) -> list[int]:
 
 
 def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(converted(tmp_path, "Mistral", **SENTENCEPIECE))
+    tokenizer = load_tokenizer(convert_model(tmp_path, "Mistral", **SENTENCEPIECE))
     for text in ("the other there", "in a the  ether", "Zürich, 12 ther", "thetherein"):
         assert tokenizer(text)["input_ids"] == [1, *sentencepiece(text)], text
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
@@ -262,7 +262,7 @@ def test_gemma_adds_no_space_and_matches_runs_of_spaces_whole(tmp_path: Path) ->
     tokens, types = [*SENTENCEPIECE_TOKENS, "  ", "\n\n"], [*SENTENCEPIECE_TYPES, 4, 4]
     scores = [*SENTENCEPIECE_SCORES, -1000.0, -1000.0]
     keys: dict[str, Any] = {"tokens": tokens, "token_type": types, "scores": scores}
-    tokenizer = load_tokenizer(converted(tmp_path, "Gemma3", **{f"tokenizer__ggml__{key}": keys[key] for key in keys}))
+    tokenizer = load_tokenizer(convert_model(tmp_path, "Gemma3", **{f"tokenizer__ggml__{key}": keys[key] for key in keys}))
     text = "a  in\n\n the"
     assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == ["<s>", "a", "  ", "in", "\n\n", "▁the"]
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
@@ -286,7 +286,7 @@ def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, 
 def test_a_checkpoint_drafts_for_a_gguf_with_the_same_tokens(metadata: dict[str, Any], tmp_path: Path) -> None:
     family = "Mistral" if metadata else "Llama"
     types = [*metadata.get("tokenizer__ggml__token_type", TYPES)[:-1], UNUSED]
-    draft = converted(tmp_path, family, **metadata | {"tokenizer__ggml__token_type": types})
+    draft = convert_model(tmp_path, family, **metadata | {"tokenizer__ggml__token_type": types})
     check_draft(str(draft), tmp_path / "model.gguf")
     other = write_gguf(tmp_path / "other.gguf", "Llama", random_model("Llama"), "F32", **({} if metadata else SENTENCEPIECE))
     with pytest.raises(UserError, match=r"its tokenizer differs from model\.path's"):
@@ -295,8 +295,8 @@ def test_a_checkpoint_drafts_for_a_gguf_with_the_same_tokens(metadata: dict[str,
         check_draft(str(other), draft)
 
 
-def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:
+def test_a_hostile_chat_template_cannot_reach_python(tmp_path: Path) -> None:
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__chat_template=template))
+    tokenizer = load_tokenizer(convert_model(tmp_path, tokenizer__chat_template=template))
     with pytest.raises(SecurityError):
         tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)

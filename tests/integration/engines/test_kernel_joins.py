@@ -49,7 +49,7 @@ def prompts() -> list[list[int]]:
     return [story[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
 
 
-class Watched(KernelEngine):
+class RecordingEngine(KernelEngine):
     """An engine that records the logits of every step, the stored data at a sequence's end, and each pass's token counts."""
 
     rows: dict[tuple[int, ...], Logits]
@@ -74,16 +74,16 @@ class Watched(KernelEngine):
 def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     by_reference(monkeypatch)
 
-    def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> Watched:
+    def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> RecordingEngine:
         scales = static_scales(policy, shape_for(model, policy))
-        engine = Watched(copy.deepcopy(model).to(dtype), policy, scales, prefill_chunk=CHUNK)
+        engine = RecordingEngine(copy.deepcopy(model).to(dtype), policy, scales, prefill_chunk=CHUNK)
         engine.rows, engine.stores, engine.passes = {}, {}, []
         return engine
 
     return made
 
 
-def answered_alone(engine: Watched, prompts: list[list[int]]) -> list[list[int]]:
+def answer_alone(engine: RecordingEngine, prompts: list[list[int]]) -> list[list[int]]:
     return [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(prompts, LIMITS, strict=True)]
 
 
@@ -93,7 +93,7 @@ def test_other_sequences_of_a_pass_change_no_result(name: str, make: Any, prompt
     together, alone = make(*CASES[name]), make(*CASES[name])
     answers = together.generate(prompts, LIMITS, (), max_sequences=2)
     assert [len(answer) for answer in answers] == list(LIMITS)
-    assert answers == answered_alone(alone, prompts)
+    assert answers == answer_alone(alone, prompts)
     assert together.rows.keys() == alone.rows.keys()
     assert distance(*(np.stack([watched.rows[key] for key in alone.rows]) for watched in (together, alone))) < CLOSE
     differing: list[list[bool]] = [[], []]

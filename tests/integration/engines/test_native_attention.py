@@ -87,7 +87,7 @@ def test_float16_kernel_is_closer_to_float32_than_the_graph(tokens: int) -> None
 
 @pytest.mark.parametrize("tokens", [1, CHUNK])
 @pytest.mark.parametrize("name", ["fp8", "int4_g32", "ages"])
-def test_threads_and_the_rest_of_the_batch_do_not_change_a_bit(name: str, tokens: int) -> None:
+def test_threads_and_other_sequences_do_not_change_a_bit(name: str, tokens: int) -> None:
     case = AttentionCase(BY_NAME[name], HEADS, LENGTHS, tokens=tokens)
     single = case.session(native=True, threads=1).run()
     np.testing.assert_array_equal(case.session(native=True, threads=2).run(), single)
@@ -143,7 +143,7 @@ def test_unsupported_layers_keep_their_graphs_and_are_listed(
 
 @pytest.mark.parametrize("tokens", [1, CHUNK])
 @pytest.mark.parametrize("name", ["page_table", "exact_slots", "lengths", "window_table"])
-def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str, tokens: int) -> None:
+def test_a_page_number_outside_the_pool_is_refused(name: str, tokens: int) -> None:
     """Test untrusted graphs: a bundle's graph may compute the attention's inputs in any way."""
     case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300), tokens=tokens)
     session = case.session(native=True)
@@ -154,7 +154,7 @@ def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str, tokens: in
 
 
 @pytest.mark.parametrize("name", ["query", "value", "value_pool", "value_scale_pool", "key_scale", "key_exact"])
-def test_an_input_of_another_shape_than_the_policys_is_refused(name: str) -> None:
+def test_an_input_of_another_shape_is_refused(name: str) -> None:
     case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300))
     case.inputs[name] = np.concatenate([case.inputs[name]] * 2, axis=1)
     graph = case.graph()
@@ -197,7 +197,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...] | None) ->
     monkeypatch.setattr(compiler, "find_compiler", lambda: Compiler(command, "pretended 1.0") if command else None)
 
 
-def test_without_a_compiler_auto_and_its_key_mean_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_auto_selects_the_graph_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with_kernel = backend("auto").run_parts()
     assert str(with_kernel["attention"]).startswith("native kernel ")
     assert backend("native").run_parts() == with_kernel
@@ -251,7 +251,7 @@ def test_a_library_that_was_damaged_is_compiled_again(damaged: bytes, monkeypatc
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, None])
-def test_a_cache_that_others_can_reach_is_refused(mode: int | None, own_cache: Path, tmp_path: Path) -> None:
+def test_a_cache_that_other_users_can_change_is_refused(mode: int | None, own_cache: Path, tmp_path: Path) -> None:
     """None: a link in place of the cache."""
     own_cache.parent.mkdir()
     if mode is None:

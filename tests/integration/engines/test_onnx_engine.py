@@ -34,7 +34,7 @@ from stages.policies.onnx_body import OPSET
 from stages.policies.policy import KVShape
 
 
-def spoiled(bundle: Path, shape: tuple[int, int], number: int, row: int, by: float = np.nan) -> OnnxEngine:
+def load_with_bad_weights(bundle: Path, shape: tuple[int, int], number: int, row: int, by: float = np.nan) -> OnnxEngine:
     """Return an engine with `by` in one row of the `number`-th weight matrix of a shape, in the checkpoint's order."""
     tensors = onnx.load(bundle / "decode.onnx", load_external_data=False).graph.initializer
     places = [int({entry.key: entry.value for entry in tensor.external_data}["offset"])
@@ -53,7 +53,7 @@ def spoiled(bundle: Path, shape: tuple[int, int], number: int, row: int, by: flo
 @pytest.mark.parametrize(("number", "by"), [(0, np.nan), (1, np.nan), (2, 1e6), (3, 1e6)])
 def test_keys_and_values_that_are_not_finite_are_refused_by_name(by: float, number: int, decoder: Path, tmp_path: Path) -> None:
     """In this model, only the projections to keys and values are square matrices."""
-    engine = spoiled(make_bundle(decoder, tmp_path / "bundle", BY_NAME["ages"]), (128, 128), number, 5, by)
+    engine = load_with_bad_weights(make_bundle(decoder, tmp_path / "bundle", BY_NAME["ages"]), (128, 128), number, 5, by)
     name = ("key of layer 0", "value of layer 0", "key of layer 1", "value of layer 1")[number]
     with pytest.raises(UserError, match=f"model.path: {name}, token 0 of sequence 0 is not finite as a float16"):
         engine.prefill([[1, 2, 3]])
@@ -66,7 +66,7 @@ def test_a_token_with_a_non_finite_key_is_not_stored(decoder: Path, tmp_path: Pa
     The embedding is also the output matrix, so the logit of token 7 is NaN. The engine returns it, so that an evaluation
     sees NaN and fails the engine. Only generation refuses to choose a token from NaN logits.
     """
-    engine = spoiled(make_bundle(decoder, tmp_path / "bundle", BY_NAME["ages"]), (256, 128), 0, 7)
+    engine = load_with_bad_weights(make_bundle(decoder, tmp_path / "bundle", BY_NAME["ages"]), (256, 128), 0, 7)
     with pytest.raises(UserError, match="key of layer 0, token 2 of sequence 0 is not finite"):
         engine.prefill([[1, 2, 7, 4]])
     assert engine.memory().live_tokens == 0
@@ -233,7 +233,7 @@ LIMITS = (3, 12, 2, 9, 1, 5, 7)
 PROMPTS: list[list[int]] = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in LENGTHS]
 
 
-def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:
+def record_logits(engine: Engine) -> dict[tuple[int, ...], bytes]:
     """Record the logits' bytes after every history that the engine continues; return the record."""
     rows, advance = {}, engine._advance
 
@@ -246,15 +246,15 @@ def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:
     return rows
 
 
-def alone(engine: Engine) -> list[list[int]]:
+def answer_alone(engine: Engine) -> list[list[int]]:
     return [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "attention"), [("fp8", "graph"), ("ages", "native")])
 def test_logits_are_bitwise_independent_of_other_sequences(name: str, attention: Any, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=128, attention=attention)
-    rows = watched(engine)
-    expected = alone(engine)
+    rows = record_logits(engine)
+    expected = answer_alone(engine)
     exact = dict(rows)
     assert len(exact) == sum(LIMITS)
     for max_sequences in (2, 5, None):

@@ -174,7 +174,7 @@ def test_a_non_finite_value_is_refused_and_not_stored(texts: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("name", ["fp16", "int4", "fp8k_int4v_aged", "window_of_keys_and_values"])
-def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, model64: Any, texts: list[list[int]]) -> None:
+def test_a_corrupted_key_scale_changes_one_pass_and_decode_equally(name: str, model64: Any, texts: list[list[int]]) -> None:
     texts = texts[-2:]
     engine = make_reference(model64, BY_NAME[name], SHAPE)
     sound = one_pass(engine, texts)
@@ -187,7 +187,7 @@ def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, mode
     assert np.abs(faulty - sound).max(-1)[:, -1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
 
 
-def test_reading_the_own_token_from_the_cache_needs_one_replay(model: Any) -> None:
+def test_tokens_read_from_the_cache_need_only_one_replay(model: Any) -> None:
     """Test reads_itself, for engines that store a token before they attend: chunking a prompt then changes nothing."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 256, 150).tolist()

@@ -56,13 +56,13 @@ def pairs(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return pairs
 
 
-def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> list[dict[str, tuple[int, bytes]]]:
+def stored_bytes(engine: PlanEngine | OnnxEngine, handles: list[int]) -> list[dict[str, tuple[int, bytes]]]:
     stored = map(engine.pool.stored, handles)
     return [{name: (first, codes.tobytes()) for name, (first, codes) in arrays.items()} for arrays in stored]
 
 
 @contextmanager
-def not_finite(*place: int) -> Iterator[None]:
+def patch_not_finite(*place: int) -> Iterator[None]:
     """Let the graphs report a key or value that is not finite at (sequence, row of all layers' sides and heads, token)."""
     consume = TorchPool.consume
 
@@ -88,7 +88,7 @@ def test_steps_and_chunks_equal_those_of_onnx_runtime(name: str, pairs: dict[str
     prompts = [rng.integers(0, 256, size).tolist() for size in (170, 95, 255)]
     (handles, logits), (expected_handles, expected_logits) = engine.prefill(prompts), expected.prefill(prompts)
     np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
-    assert held(engine, handles) == held(expected, expected_handles)
+    assert stored_bytes(engine, handles) == stored_bytes(expected, expected_handles)
     # 100, 95 and 100 tokens, then 70 and 100, then 55
     assert [context.sizes["B"] for context in fakes["prefill"].contexts] == [3, 2, 1]
     assert sum(context.runs for context in fakes["prefill"].contexts) == 3
@@ -103,7 +103,7 @@ def test_steps_and_chunks_equal_those_of_onnx_runtime(name: str, pairs: dict[str
         np.testing.assert_allclose(
             engine.decode(handles[live], tokens), expected.decode(expected_handles[live], tokens), atol=2e-4
         )
-    assert held(engine, handles) == held(expected, expected_handles)
+    assert stored_bytes(engine, handles) == stored_bytes(expected, expected_handles)
 
 
 def test_prompts_that_are_refused_together_leave_nothing(pairs: dict[str, Pair]) -> None:
@@ -111,11 +111,11 @@ def test_prompts_that_are_refused_together_leave_nothing(pairs: dict[str, Pair])
     (live, _), (other, _) = engine.prefill([[3] * 80]), expected.prefill([[3] * 80])
     before, in_use, value = pool_bytes(engine), engine.pool.in_use, engine.shape.kv_heads
     refused = pytest.raises(UserError, match=r"value of layer 0, token 6 of sequence \d+ is not finite")
-    with not_finite(1, value, 6), refused:
+    with patch_not_finite(1, value, 6), refused:
         engine.prefill([[1] * 5, [2] * 7])
     assert same(before, pool_bytes(engine))
     assert engine.pool.in_use == in_use
-    with not_finite(0, value, 6):  # the shorter prompt's padding
+    with patch_not_finite(0, value, 6):  # the shorter prompt's padding
         (handles, logits), (expected_handles, expected_logits) = (
             engine.prefill([[1] * 5, [2] * 7]),
             expected.prefill([[1] * 5, [2] * 7]),
@@ -157,7 +157,7 @@ def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(pairs: dict[str,
     (handles, _), (expected_handles, _) = engine.prefill(prompts), expected.prefill(prompts)
     before = pool_bytes(engine)
     refused = pytest.raises(UserError, match=rf"value of layer 0, token 65 of sequence {handles[1]} is not finite")
-    with not_finite(1, engine.shape.kv_heads), refused:
+    with patch_not_finite(1, engine.shape.kv_heads), refused:
         engine.decode(handles, [7, 8])
     assert same(before, pool_bytes(engine))
     np.testing.assert_allclose(engine.decode(handles, [4, 5]), expected.decode(expected_handles, [4, 5]), atol=2e-4)

@@ -40,7 +40,7 @@ INT4_KEYS = "kv.overrides.0.key.dtype=int4: the CUDA kernels hold keys as fp16, 
 
 
 @dataclass
-class Surgery:
+class PluginGraphs:
     """A policy's decode graph `model` and `prefill` graph, with attention replaced by the plugin."""
 
     onnx_bundle: Path
@@ -56,32 +56,32 @@ class Surgery:
         return node
 
 
-def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
+def make_plugin_graphs(onnx_bundle: Path, policy: KVPolicy) -> PluginGraphs:
     described, _, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
     model, prefill = (onnx.load(onnx_bundle / f"{mode}.onnx", load_external_data=False) for mode in PLANS)
     layers = use_plugin(model, described.model, policy, "decode", programs=COUNT, sm=SM)
     assert use_plugin(prefill, described.model, policy, "prefill", programs=COUNT, sm=SM) == layers
-    return Surgery(onnx_bundle, described, model, prefill, layers, PlanLimits(policy, 4, 512, prefill_rows=3))
+    return PluginGraphs(onnx_bundle, described, model, prefill, layers, PlanLimits(policy, 4, 512, prefill_rows=3))
 
 
-def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_attention(plugin_graphs: PluginGraphs, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run a decode step, or a chunk of `tokens` tokens, after three prompts of unequal length.
 
     Returns the graph's inputs, and the queries, keys, values and results of its attention nodes, by tensor name.
     """
-    info = surgery.bundle.model
+    info = plugin_graphs.bundle.model
     mode = "decode" if tokens == 1 else "prefill"
-    model = onnx.load(surgery.onnx_bundle / f"{mode}.onnx", load_external_data=False)
+    model = onnx.load(plugin_graphs.onnx_bundle / f"{mode}.onnx", load_external_data=False)
     kind = FLOAT_TYPES[info.compute_dtype]
     nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
     names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
     model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
     graph = folder / f"exposed_{mode}_{info.compute_dtype}.onnx"
     onnx.save(model, graph)
-    (folder / WEIGHTS_FILE).hardlink_to(surgery.onnx_bundle / WEIGHTS_FILE)
+    (folder / WEIGHTS_FILE).hardlink_to(plugin_graphs.onnx_bundle / WEIGHTS_FILE)
     session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
 
-    engine = load_onnx(surgery.onnx_bundle, threads=1)
+    engine = load_onnx(plugin_graphs.onnx_bundle, threads=1)
     rng = np.random.default_rng(3)
     handles, _ = engine.prefill([rng.integers(0, info.vocab_size, size).tolist() for size in (5, 130, 200)])
     engine.pool.reserve(handles, tokens)
@@ -104,29 +104,31 @@ def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PluginGraphs]:
     """The graphs of two policies, each with another activation type."""
     policies: dict[ComputeDType, KVPolicy] = {"float16": BY_NAME["fp8k_int4v"], "float32": AGED}
     root = tmp_path_factory.mktemp("surgeries")
     return {
-        policy.name: operate(make_bundle(shared_decoder(tmp_path_factory, dtype), root / policy.name, policy), policy)
+        policy.name: make_plugin_graphs(
+            make_bundle(shared_decoder(tmp_path_factory, dtype), root / policy.name, policy), policy
+        )
         for dtype, policy in policies.items()
     }
 
 
-def test_supported_layers_get_two_plugins_that_take_the_pools(
-    graphs: dict[str, Surgery],
+def test_supported_layers_get_two_plugins_that_read_the_pools(
+    graphs: dict[str, PluginGraphs],
 ) -> None:
     all_layers, mixed = graphs["fp8k_int4v"], graphs["aged"]
     assert (list(all_layers.layers.layouts), all_layers.layers.refusals) == ([0, 1], {})
     assert list(mixed.layers.layouts) == [0]
     assert {layer: str(refusal) for layer, refusal in mixed.layers.refusals.items()} == {1: INT4_KEYS}
-    for surgery in (all_layers, mixed):
-        assert [node.op_type for node in surgery.model.graph.node].count("plan_work") == 1
-        for model in (surgery.model, surgery.prefill):
+    for plugin_graphs in (all_layers, mixed):
+        assert [node.op_type for node in plugin_graphs.model.graph.node].count("plan_work") == 1
+        for model in (plugin_graphs.model, plugin_graphs.prefill):
             functions = {function.name for function in model.functions}
             for layer in range(LAYERS):
-                has_plugin = layer in surgery.layers.layouts
+                has_plugin = layer in plugin_graphs.layers.layouts
                 assert (f"PagedAttention_{layer}" in functions) == (not has_plugin)
                 assert any(node.op_type == f"PagedAttention_{layer}" for node in model.graph.node) == (not has_plugin)
                 assert f"QuantizeKey_{layer}" in functions
@@ -136,34 +138,34 @@ def test_supported_layers_get_two_plugins_that_take_the_pools(
 
 
 def test_work_is_divided_for_the_concurrency_of_the_building_gpu(
-    graphs: dict[str, Surgery], monkeypatch: pytest.MonkeyPatch
+    graphs: dict[str, PluginGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
-    surgery = graphs["fp8k_int4v"]
-    info = surgery.bundle.model
-    layouts = list(surgery.layers.layouts.values())
-    programs = default_counts(layouts, info, replace(surgery.limits, max_tokens=1 << 17), sm=90)["decode"]
+    plugin_graphs = graphs["fp8k_int4v"]
+    info = plugin_graphs.bundle.model
+    layouts = list(plugin_graphs.layers.layouts.values())
+    programs = default_counts(layouts, info, replace(plugin_graphs.limits, max_tokens=1 << 17), sm=90)["decode"]
     (resident,) = {
         decode_variant(Setting(layout, info.compute_dtype, 90, info.q_heads // info.kv_heads)).resident for layout in layouts
     }
     assert programs == 132 * resident // info.kv_heads
-    assert default_counts(layouts, info, surgery.limits, sm=90)["decode"] == surgery.limits.pages
+    assert default_counts(layouts, info, plugin_graphs.limits, sm=90)["decode"] == plugin_graphs.limits.pages
 
 
 @pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])
 @pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
 def test_the_plugin_gets_the_inputs_of_the_replaced_function(
-    name: str, tolerance: float, tokens: int, graphs: dict[str, Surgery], tmp_path: Path
+    name: str, tolerance: float, tokens: int, graphs: dict[str, PluginGraphs], tmp_path: Path
 ) -> None:
     """Compare the ONNX bundle's attention in ONNX Runtime with the kernels' reference on the plugin's inputs."""
-    surgery, operation = graphs[name], "decode" if tokens == 1 else "context"
-    info = surgery.bundle.model
-    feeds, activations = forced(surgery, tmp_path, tokens)
-    for layer, layout in surgery.layers.layouts.items():
-        attend, join = (surgery.node(f"{operation}_{part}.{layer}") for part in ("partial", "reduce"))
+    plugin_graphs, operation = graphs[name], "decode" if tokens == 1 else "context"
+    info = plugin_graphs.bundle.model
+    feeds, activations = run_attention(plugin_graphs, tmp_path, tokens)
+    for layer, layout in plugin_graphs.layers.layouts.items():
+        attend, join = (plugin_graphs.node(f"{operation}_{part}.{layer}") for part in ("partial", "reduce"))
         turned = {
             node.output[0]: activations[node.input[0]].transpose(node.attribute[0].ints)
-            for node in surgery.prefill.graph.node if node.name.endswith(f".by_token.{layer}") and tokens > 1
+            for node in plugin_graphs.prefill.graph.node if node.name.endswith(f".by_token.{layer}") and tokens > 1
         }  # fmt: skip
         assert len(turned) == (0 if tokens == 1 else 3)
         roles = dict(zip(node_of(f"{operation}_partial", layout).inputs, attend.input, strict=True))  # type: ignore[arg-type]
@@ -191,16 +193,16 @@ def test_the_plugin_gets_the_inputs_of_the_replaced_function(
 
 
 def test_layers_without_the_plugin_have_a_reason(
-    graphs: dict[str, Surgery], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graphs: dict[str, PluginGraphs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda *_: None)
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
-    surgery = graphs["aged"]
-    onnx_graphs: dict[Mode, Path] = {mode: surgery.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
-    outputs, native = insert_plugin(onnx_graphs, tmp_path, surgery.bundle.model, surgery.limits, sm=SM)
+    plugin_graphs = graphs["aged"]
+    onnx_graphs: dict[Mode, Path] = {mode: plugin_graphs.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
+    outputs, native = insert_plugin(onnx_graphs, tmp_path, plugin_graphs.bundle.model, plugin_graphs.limits, sm=SM)
     assert native == {1: INT4_KEYS}
-    without = replace(surgery.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
-    assert insert_plugin(onnx_graphs, tmp_path, surgery.bundle.model, without, sm=SM)[0] is onnx_graphs
+    without = replace(plugin_graphs.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
+    assert insert_plugin(onnx_graphs, tmp_path, plugin_graphs.bundle.model, without, sm=SM)[0] is onnx_graphs
     for mode, operation in (("decode", "decode_partial"), ("prefill", "context_partial")):
         model = onnx.load(outputs[mode], load_external_data=False)  # type: ignore[index]
         operators = {node.op_type for node in model.graph.node}

@@ -165,7 +165,7 @@ def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], 
         load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
 
 
-def test_what_tensorrt_refuses_has_its_reason(tmp_path: Path) -> None:
+def test_a_failed_build_reports_tensorrts_reason(tmp_path: Path) -> None:
     node = onnx.helper.make_node("Nothing", ["x"], ["y"], name="odd", domain="elsewhere")
     values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
     graph = onnx.helper.make_graph([node], "g", values[:1], values[1:])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.kernels.cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differing, on_device, poison, side
+from helpers.kernels.cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differs, on_device, poison, side
 from torch import Tensor
 
 from benchmarks import attention_reference as reference
@@ -39,7 +39,7 @@ def any_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
     return x
 
 
-def poisoned(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: int) -> dict[str, Tensor]:
+def poison_cache(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: int) -> dict[str, Tensor]:
     """Return unwritten pools and buffers of L layers, and static scales with a first value of 1."""
     rng = torch.Generator().manual_seed(seed)
     stored = layout.pools(pages) | layout.exact_buffers(buffers)
@@ -63,7 +63,7 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     for b, position in enumerate(positions):
         if position >= 0:
             tables["page_table"][b, position // PAGE_TOKENS] = numbers[b]
-    cache = poisoned(layout, key.shape[0], batch + 2, batch + 1, seed)
+    cache = poison_cache(layout, key.shape[0], batch + 2, batch + 1, seed)
     expected = {name: tensor.clone() for name, tensor in cache.items()}
     for layer in range(key.shape[0]):
         expected_layer = {name: tensor[layer] for name, tensor in expected.items()}
@@ -71,9 +71,9 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     appended = {name: tensor.to(DEVICE, copy=True) for name, tensor in cache.items()}
     launch.append(layout, key.to(DEVICE), value.to(DEVICE), appended, **on_device(tables))
     for name, tensor in expected.items():
-        unequal = differing(appended[name], tensor)
+        unequal = differs(appended[name], tensor)
         assert not unequal.any(), f"{name}: {int(unequal.sum())} differ, at {unequal.nonzero()[0].tolist()}"
-        assert not name.endswith("pool") or max(positions) < 0 or differing(tensor, cache[name]).any()
+        assert not name.endswith("pool") or max(positions) < 0 or differs(tensor, cache[name]).any()
     return appended
 
 
@@ -168,7 +168,7 @@ def test_rows_have_a_page_each_and_the_newest_enter_the_ring() -> None:
         "lengths": positions,
         "exact_slots": torch.where(newest, 1, -2).int(),
     }
-    one_by_one, together = (poisoned(layout, 2, 4, 2, seed=0) for _ in range(2))
+    one_by_one, together = (poison_cache(layout, 2, 4, 2, seed=0) for _ in range(2))
     for layer in range(2):
         cache = {name: tensor[layer] for name, tensor in one_by_one.items()}
         for n, position in enumerate(positions):
@@ -178,4 +178,4 @@ def test_rows_have_a_page_each_and_the_newest_enter_the_ring() -> None:
     together = on_device(together)
     launch.append(layout, key.to(DEVICE), value.to(DEVICE), together, **on_device(ragged))
     for name, tensor in one_by_one.items():
-        assert not differing(together[name], tensor).any(), name
+        assert not differs(together[name], tensor).any(), name

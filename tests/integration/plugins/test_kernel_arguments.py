@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.kernels.cases import DEVICE, Case, differing, on_device, side
+from helpers.kernels.cases import DEVICE, Case, differs, on_device, side
 from torch import Tensor
 
 from plugins.kv_attention import aot, launch
@@ -101,4 +101,4 @@ def test_a_step_with_plugin_arguments_equals_torch_launches(name: str, tmp_path:
     heads = append_variant(plugin.setting).constants["R"]
     plugin.run("append", (-(-layout.kv_heads // heads), batch, 1), layered | step | new)
     for array, tensor in layered.items():
-        assert not differing(tensor, expected[array].cpu()).any(), array
+        assert not differs(tensor, expected[array].cpu()).any(), array

@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[str, Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("operation", ["append", "decode_attention", "context_attention"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_misfitting_tensors_are_refused_before_any_write(operation: str, wrong: str) -> None:
+def test_mismatched_tensors_are_refused_before_any_write(operation: str, wrong: str) -> None:
     """The layout has static and dynamic scales, and exact tokens."""
     name, change, message = WRONG[wrong]
     case = case_of("int8 tensor", "int4 32", 2, 64, [65, 1], sink=1, recent=2, dtype=torch.float32)

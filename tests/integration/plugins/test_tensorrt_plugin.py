@@ -191,7 +191,7 @@ def test_every_operation_matches_its_kernel(name: str, tensorrt: Run) -> None:
     ("name", "sinks", "recent"),
     [("fp8k_int4v", 0, 0), ("fp8k_nvfp4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)],
 )
-def test_attention_takes_the_work_list_and_the_functions_inputs(name: str, sinks: int, recent: int) -> None:
+def test_attention_has_the_work_list_and_the_functions_inputs(name: str, sinks: int, recent: int) -> None:
     policy = SHIPPED[name].model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
     info = ModelInfo(
         compute_dtype="float16", layers=1, q_heads=8, kv_heads=2, head_dim=128, vocab_size=1, max_position_embeddings=1,

@@ -72,7 +72,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=name)
-def test_modelopt_and_the_reference_round_alike(form: Format, vectors: Tensor) -> None:
+def test_modelopt_and_the_reference_round_equally(form: Format, vectors: Tensor) -> None:
     """Dynamic scales are the cache's, which are float16; ModelOpt's own are float32."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 

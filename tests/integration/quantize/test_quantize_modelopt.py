@@ -40,7 +40,7 @@ def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     return run
 
 
-def test_the_exports_carry_what_tensorrt_llm_reads(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
+def test_the_exports_have_everything_that_tensorrt_llm_reads(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
     """The unquantized weights byte by byte, the tokenizer, and the rotary base at the top level. validate.py checks scales."""
     out = run_stage("fp8")
     assert all(path.read_bytes() == (tiny_checkpoint / path.name).read_bytes() for path in (out / "checkpoint").iterdir())
@@ -52,7 +52,7 @@ def test_the_exports_carry_what_tensorrt_llm_reads(tiny_checkpoint: Path, run_st
     assert json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
 
 
-def test_only_the_tensorrt_llm_export_carries_int8_per_tensor(run_stage: Callable[..., Path]) -> None:
+def test_only_the_tensorrt_llm_export_has_int8_per_tensor(run_stage: Callable[..., Path]) -> None:
     exports = run_stage("int8_tensor") / "exports"
     config = json.loads((exports / "tensorrt_llm" / "config.json").read_text())
     assert config["quantization"]["kv_cache_quant_algo"] == "INT8"

@@ -50,7 +50,7 @@ def checkpoint(directory: Path, generation: object, config: object, **tokenizer:
     ("generation", "config", "expected"),
     [([PAD, END], None, (PAD, END)), (END, [PAD, END], (END, PAD)), (None, END, (END,)), ([-1, END], [], (END,))],
 )
-def test_both_files_name_ends(generation: object, config: object, expected: tuple[int, ...], tmp_path: Path) -> None:
+def test_both_files_define_stop_tokens(generation: object, config: object, expected: tuple[int, ...], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", generation, config)
     assert end_tokens(folder) == expected
     (tmp_path / "bundle").mkdir()

@@ -37,7 +37,7 @@ def refusal(path: Path) -> str:
     return text
 
 
-def test_a_header_says_what_the_checkpoint_will_be(small: Path) -> None:
+def test_a_header_describes_the_converted_checkpoint(small: Path) -> None:
     info = inspect_gguf(small).info
     assert (info.architecture, info.shape, info.q_heads) == ("LlamaForCausalLM", KVShape(2, 2, 16), 4)
     assert (info.vocab_size, info.max_positions) == (VOCAB_SIZE, 512)
@@ -50,7 +50,7 @@ def test_tensors_that_share_bytes_or_leave_a_gap_are_refused(small: Path, tmp_pa
     at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4
     (old,) = struct.unpack_from("<Q", content, at)
     assert "but the previous tensor ends at byte" in refusal(
-        altered(small, tmp_path / "m.gguf", at, struct.pack("<Q", offset(old)))
+        alter_file(small, tmp_path / "m.gguf", at, struct.pack("<Q", offset(old)))
     )
 
 
@@ -101,14 +101,14 @@ GEMMA3 = {"gemma3__attention__causal": True}
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(f"{key}={str(values)[:16]}" for key, values in value.items()),
 )
-def test_what_cannot_be_converted_right_is_refused(keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_a_file_that_would_be_converted_wrongly_is_refused(keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
     family = "Gemma3" if any(key.startswith("gemma3") for key in keys) else "Llama"
     model = random_model(family, attention_bias=keys.get("attention_bias", False))
     metadata = {key: value for key, value in keys.items() if key != "attention_bias"}
     assert problem in refusal(write_gguf(tmp_path / "model.gguf", family, model, **metadata))
 
 
-def altered(small: Path, path: Path, at: int, content: bytes) -> Path:
+def alter_file(small: Path, path: Path, at: int, content: bytes) -> Path:
     data = bytearray(small.read_bytes())
     data[at : at + len(content)] = content
     path.write_bytes(data)
@@ -118,7 +118,7 @@ def altered(small: Path, path: Path, at: int, content: bytes) -> Path:
 def test_an_array_that_claims_more_than_the_file_is_refused(small: Path, tmp_path: Path) -> None:
     key = small.read_bytes().index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type")
     for count, problem in ((2**62, "values of metadata"), (3_900_000, "it is truncated")):
-        assert problem in refusal(altered(small, tmp_path / "model.gguf", key + 8, struct.pack("<Q", count)))
+        assert problem in refusal(alter_file(small, tmp_path / "model.gguf", key + 8, struct.pack("<Q", count)))
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(small: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tm
     refusals = []
     for _ in range(100):
         at = generator.randrange(header_bytes)
-        path = altered(small, tmp_path / "model.gguf", at, generator.randbytes(generator.choice((1, 4, 8))))
+        path = alter_file(small, tmp_path / "model.gguf", at, generator.randbytes(generator.choice((1, 4, 8))))
         try:
             inspect_gguf(path)
         except UserError as error:

@@ -60,7 +60,7 @@ def wait(out: Path, *, progress: Progress) -> None:
         out.write_text("tidied up")
 
 
-def test_an_interrupted_caller_ends_it_and_it_tidies_up(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_child_after_its_cleanup(tmp_path: Path) -> None:
     def interrupt(*update: object) -> None:
         assert update == ("waiting", 0, 1)
         raise KeyboardInterrupt
@@ -80,7 +80,7 @@ run_in_child(work, Path(sys.argv[1]), text="script", progress=lambda *_: None)
 """
 
 
-def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "out")]

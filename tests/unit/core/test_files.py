@@ -56,7 +56,7 @@ def test_an_owners_writes_reach_no_artifact(store: Path, owned: Path) -> None:
     assert three.read_text() == "garbage"
 
 
-def test_what_cannot_be_linked_is_copied(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_linked_is_copied(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_linked_is_copied(store: Path, owned: Path, monkeypatch: 
     assert (store / "quantize" / "two" / "w").read_text() == "weights"
 
 
-def test_copies_that_no_artifact_has_go_after_a_day(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_without_an_artifact_are_removed_after_a_day(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = store / "quantize" / "one" / "w"
     link_or_copy(owned, target)
     now = time.time()

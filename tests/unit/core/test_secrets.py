@@ -43,7 +43,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def shown(text: str) -> list[str]:
+def leaked_secrets(text: str) -> list[str]:
     return [secret for secret in NEVER if secret in text]
 
 
@@ -98,7 +98,7 @@ def test_secrets_of_the_environment_are_masked_everywhere() -> None:
         assert redact_text(f"it failed ({secret}).") == f"it failed ({MASK})."
 
 
-def test_a_file_that_a_variable_names_is_no_secret(tmp_path: Path) -> None:
+def test_the_path_of_a_credentials_file_is_not_masked(tmp_path: Path) -> None:
     (tmp_path / "credentials.json").touch()
     environ = {"GOOGLE_CREDENTIALS": str(tmp_path / "credentials.json"), "TOKEN": "ab"}
     assert redact_text(f"{tmp_path}/credentials.json ab", environ) == f"{tmp_path}/credentials.json ab"
@@ -116,7 +116,7 @@ def test_a_traceback_and_a_table_show_no_secret(monkeypatch: pytest.MonkeyPatch)
     console.out.print(f"server {PLANTED['HTTPS_PROXY']}", soft_wrap=True)
     assert "Traceback" in printed.getvalue()
     assert printed.getvalue().count(MASK) > 1
-    assert shown(printed.getvalue()) == []
+    assert leaked_secrets(printed.getvalue()) == []
 
 
 @pytest.mark.usefixtures("planted")
@@ -143,7 +143,7 @@ def test_no_other_program_gets_a_secret_or_a_cloud_variable(tmp_path: Path, monk
     assert recorded.count("PATH=") >= 2
     assert "OMP_NUM_THREADS" in recorded
     assert "AWS_" not in recorded
-    assert shown(recorded) == []
+    assert leaked_secrets(recorded) == []
 
 
 @pytest.mark.usefixtures("planted")
@@ -152,10 +152,10 @@ def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
     program = f"import os; {redacting}; raise SystemExit(str(os.environ))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert MASK in result.stderr
-    assert shown(result.stderr) == []
+    assert leaked_secrets(result.stderr) == []
 
 
-def test_names_of_secrets_are_told_from_names_of_the_domain() -> None:
+def test_only_names_of_secrets_are_masked() -> None:
     secret = (
         "hf_token HF_TOKEN hub.hfToken password db.passwd client_secret secrets.hub api_key apiKey wandb.key auth "
         "aws.access-key Authorization registry.credentials.user"

@@ -25,12 +25,12 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": 
 SOUND = {"0.k": 0.5, "0.v": 0.25, "1.k": 0.125, "1.v": 0.0625}
 
 
-def named(form: str, scales: Mapping[str, float | list[float]]) -> dict[str, Any]:
+def scales_as(form: str, scales: Mapping[str, float | list[float]]) -> dict[str, Any]:
     """Return tensors with names of a form. S in the form stands for the side's letter."""
     return {f"model.layers.{key[0]}.{form.replace('S', key[2:])}": np.array(scale, np.float32) for key, scale in scales.items()}
 
 
-OWN, PROJECTIONS = named("self_attn.S_scale", SOUND), named("self_attn.S_proj.S_scale", SOUND)
+OWN, PROJECTIONS = scales_as("self_attn.S_scale", SOUND), scales_as("self_attn.S_proj.S_scale", SOUND)
 
 
 def write(model: Path, declared: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Path:
@@ -43,7 +43,7 @@ def write(model: Path, declared: Mapping[str, Any] | None, tensors: Mapping[str,
     return model
 
 
-def said_of(model: Path) -> list[str]:
+def report_lines(model: Path) -> list[str]:
     report = audit(model)
     return [*scale_findings(report.layers), *report.problems]
 
@@ -54,30 +54,30 @@ def said_of(model: Path) -> list[str]:
         (COMPRESSED, OWN),
         (COMPRESSED, PROJECTIONS),
         (MODELOPT, PROJECTIONS),
-        (MODELOPT, named("self_attn.attn.S_scale", SOUND)),
-        (MODELOPT, named("self_attn.S_scale", {"0.kv": 0.5, "1.kv": 0.25})),
+        (MODELOPT, scales_as("self_attn.attn.S_scale", SOUND)),
+        (MODELOPT, scales_as("self_attn.S_scale", {"0.kv": 0.5, "1.kv": 0.25})),
         (MODELOPT, {name: scale.reshape(1).astype(ml_dtypes.bfloat16) for name, scale in PROJECTIONS.items()}),
         (BY_HEAD, {name: np.array([scale, scale / 2]).reshape(2, 1, 1) for name, scale in OWN.items()}),
-        ({"quant_method": "fp8"}, named("self_attn.S_proj.output_scale", SOUND)),
+        ({"quant_method": "fp8"}, scales_as("self_attn.S_proj.output_scale", SOUND)),
     ],
 )
-def test_scales_that_are_used_as_carried_are_no_findings(
+def test_scales_that_vllm_uses_unchanged_give_no_findings(
     declared: dict[str, Any], tensors: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert said_of(write(tmp_path / "model", declared, tensors)) == []
+    assert report_lines(write(tmp_path / "model", declared, tensors)) == []
 
 
 def without(name: str, tensors: Mapping[str, Any] = OWN) -> dict[str, Any]:
     return {key: scale for key, scale in tensors.items() if name not in key}
 
 
-CROSSED = named("self_attn.k_proj.S_scale", {"0.v": 0.25}) | named("self_attn.v_proj.S_scale", {"0.k": 0.5})
+CROSSED = scales_as("self_attn.k_proj.S_scale", {"0.v": 0.25}) | scales_as("self_attn.v_proj.S_scale", {"0.k": 0.5})
 NONE = "the checkpoint lacks it, and 1 is used"
 
 
 def changed(form: str = "self_attn.S_scale", **scales: Any) -> dict[str, Any]:
     """Return scales in compressed-tensors' form, or ModelOpt's for projections, with changes: `k1` is layer 1's key scale."""
-    tensors = named(form, {f"{key[-1]}.{key[:-1]}": scale for key, scale in scales.items()})
+    tensors = scales_as(form, {f"{key[-1]}.{key[:-1]}": scale for key, scale in scales.items()})
     return (PROJECTIONS if "proj" in form else OWN) | tensors
 
 
@@ -91,7 +91,7 @@ PROJECTION = "self_attn.S_proj.S_scale"
         (COMPRESSED, without("1.self_attn.v"), [f"missing: layer 1 values: {NONE}"]),
         (MODELOPT, without("1.self_attn.v", PROJECTIONS), ["missing: layer 1 values: the checkpoint lacks it, and 0.125"]),
         (None, OWN, ["defaulted: layer 0 keys: 0.5 became the default, 1.0", "defaulted: layer 0 values: 0.25"]),
-        (COMPRESSED, without("0.") | named("self_attn.S_scale", {"0.kv": 0.5}), ["defaulted: layer 0 values: 0.5 became"]),
+        (COMPRESSED, without("0.") | scales_as("self_attn.S_scale", {"0.kv": 0.5}), ["defaulted: layer 0 values: 0.5 became"]),
         (MODELOPT, without("0.", PROJECTIONS) | CROSSED, ["swapped: layer 0 keys: 0.25", "swapped: layer 0 values: 0.5"]),
         (MODELOPT, changed(PROJECTION, v1=-0.5), ["merged: layer 1 values: -0.5", "out of range: layer 1 values: -0.5"]),
         (MODELOPT, changed(PROJECTION, k1=0.0), ["out of range: layer 1 keys: 0", "layer 1: vLLM fails on a key scale"]),
@@ -108,7 +108,7 @@ PROJECTION = "self_attn.S_proj.S_scale"
 def test_every_lost_scale_is_reported_in_a_line(
     declared: dict[str, Any], tensors: dict[str, Any], findings: list[str], tmp_path: Path
 ) -> None:
-    lines = said_of(write(tmp_path / "model", declared, tensors))
+    lines = report_lines(write(tmp_path / "model", declared, tensors))
     for line in findings:
         assert any(reported.startswith(line) for reported in lines), lines
 
@@ -117,7 +117,7 @@ def test_scales_in_a_file_outside_the_index_are_not_loaded(tmp_path: Path) -> No
     model = write(tmp_path / "model", COMPRESSED, {})
     save_file(OWN, model / "scales.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "model.safetensors"}}))
-    lines = said_of(model)
+    lines = report_lines(model)
     assert (
         "model.layers.0.self_attn.k_scale: is in scales.safetensors, which model.safetensors.index.json does not name" in lines
     )
@@ -128,7 +128,7 @@ def test_older_modelopt_is_read_and_non_numeric_scales_refused(tmp_path: Path) -
     model = write(tmp_path / "model", None, PROJECTIONS)
     declared = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
     (model / "hf_quant_config.json").write_text(json.dumps(declared))
-    assert said_of(model) == []
+    assert report_lines(model) == []
     write(model, COMPRESSED, {"model.layers.0.self_attn.k_scale": np.zeros(1, np.int8)})
     with pytest.raises(UserError, match="k_scale is I8"):
         audit(model)

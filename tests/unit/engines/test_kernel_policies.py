@@ -24,11 +24,11 @@ from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, Eviction, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
-HELD = {"bf16", "fp16", "fp8", "fp8_head", "fp8_token", "fp8_uncalibrated", "fp8k_int4v", "fp8k_nvfp4v", "int8", "int8_tensor"}
+NAMES = {"bf16", "fp16", "fp8", "fp8_head", "fp8_token", "fp8_uncalibrated", "fp8k_int4v", "fp8k_nvfp4v", "int8", "int8_tensor"}
 
 
-@pytest.mark.parametrize("name", sorted(HELD))
-def test_a_policy_that_is_held_takes_as_many_bytes_as_it_says(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_the_pool_has_as_many_bytes_as_the_policy_computes(name: str) -> None:
     policy = SHIPPED[name]
     layouts = check_kernels(policy, SHAPE, 8)
     assert sum(layout.token_bytes for layout in layouts) == policy.bytes_per_token(SHAPE)
@@ -112,22 +112,22 @@ def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pyt
         resolve_device("cuda")
 
 
-def checked(*overrides: str) -> None:
+def check_jobs(*overrides: str) -> None:
     for job in plan(["backend=torch", *overrides], multirun=False).jobs:
         check_inputs(job)
 
 
-def test_a_job_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, present=False)
     with pytest.raises(UserError, match=r"kv\.key\.dtype=int4"):
-        checked("backend.device=cuda", "kv=int4_g64")
+        check_jobs("backend.device=cuda", "kv=int4_g64")
     with pytest.raises(MissingRequirement, match=r"backend\.device=cuda"):
-        checked("backend.device=cuda", "kv=fp8")
-    checked("backend.device=cuda", "kv=fp8", "stage=build")  # a bundle can be built without a GPU
-    checked("backend.device=auto", "kv=int4_g64")
+        check_jobs("backend.device=cuda", "kv=fp8")
+    check_jobs("backend.device=cuda", "kv=fp8", "stage=build")  # a bundle can be built without a GPU
+    check_jobs("backend.device=auto", "kv=int4_g64")
     with pytest.raises(MissingRequirement, match=r"^backend\.compute_dtype=bfloat16: .*; set backend\.compute_dtype=float32$"):
-        checked("backend.compute_dtype=bfloat16")
-    checked("backend=tensorrt_rtx", "backend.compute_dtype=bfloat16", "stage=build")
+        check_jobs("backend.compute_dtype=bfloat16")
+    check_jobs("backend=tensorrt_rtx", "backend.compute_dtype=bfloat16", "stage=build")
 
 
 def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_pages_are_taken_lowest_first_and_reused_after_release() -> None:
     assert pool.array_view("key_pool.0", pool.view([c])[1]).shape == (4, 3, 64, 4)
 
 
-def test_a_graph_is_shown_the_pages_of_its_batch_and_no_others() -> None:
+def test_a_graph_gets_only_the_pages_of_its_batch() -> None:
     pool = PagedPool(WINDOW, SHAPE, 16)
     a, b, c = (pool.start() for _ in range(3))
     for handle, count in ((a, 200), (b, 100), (c, 130)):

@@ -81,7 +81,7 @@ def test_plan_keys_have_the_imported_librarys_version(
     assert _Made(config, Store(tmp_path)).bundle(config.kv).key != artifact.key
 
 
-def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
+def test_running_plans_needs_torch_but_no_build_libraries(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
     machine.setattr("stages.engines.tensorrt.backend.triton_version", lambda: None)
     parts: Any = Run(configured(tmp_path, "backend=tensorrt")).verdict_steps.recipe("evaluate", "joining", {}).parts
     assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
@@ -102,7 +102,7 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
         ("nothing", "all", "fp8k_int4v", None),
     ],
 )
-def test_what_plans_need_is_asked_for_before_any_work(
+def test_missing_requirements_of_plans_are_named_before_any_work(
     lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
     present = {"gpu": ("stages.engines.tensorrt.backend.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),

@@ -158,7 +158,7 @@ def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row:
     return "base"
 
 
-def painted(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.ndarray:
+def source_grid(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.ndarray:
     """Return the source of every (row, column). Asserts that no two pieces claim the same place."""
     grid = np.full((rows, columns), UNSEEN, object)
     for piece in pieces:
@@ -183,7 +183,7 @@ def test_every_row_reads_each_token_once_from_the_right_copy(number: int, spans:
                 [source(policy, slide, windowed, starts[row], row, position) for position in range(block.end)]
                 for row in range(block.begin, block.end)
             ]
-            np.testing.assert_array_equal(painted(pieces, block.end - block.begin, block.end), expected)
+            np.testing.assert_array_equal(source_grid(pieces, block.end - block.begin, block.end), expected)
     assert covered == list(range(spans[0].begin, spans[-1].end))
 
 

@@ -112,7 +112,7 @@ Q_HEADS = 32
 
 
 @pytest.mark.parametrize(("max_batch", "max_tokens"), [(64, 32_704), (63, 32_768), (1, 64_448), (64, 32_768)])
-def test_a_pool_of_2_31_elements_is_one_too_many(max_batch: int, max_tokens: int) -> None:
+def test_a_pool_must_have_fewer_than_2_31_elements(max_batch: int, max_tokens: int) -> None:
     """The limit is reached by 64 sequences of 32,768 tokens with 8 heads of 128 channels."""
     too_many = max_batch * max_tokens * 8 * 128 > MAX_ELEMENTS
     expected = r"^backend\.max_batch=64, backend\.max_tokens=32768: .* 2,147,483,648 elements, .*; lower one"

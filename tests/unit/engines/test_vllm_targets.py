@@ -74,35 +74,35 @@ def k8v4(**changes: object) -> KVPolicy:
     return KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
 
 
-def skipping(*layers: int) -> KVPolicy:
+def with_skipped(*layers: int) -> KVPolicy:
     return k8v4(overrides=[{"layers": list(layers), **EXACT}])
 
 
-TWO = config_of("vllm", "python", tensor_parallel_size=2)
+TWO_WORKERS = config_of("vllm", "python", tensor_parallel_size=2)
 
 
-def test_what_fits_is_not_refused() -> None:
-    check_boundaries(skipping(0, 1, 7, 28, 29), "turboquant_k8v4", 30)
+def test_supported_combinations_are_accepted() -> None:
+    check_boundaries(with_skipped(0, 1, 7, 28, 29), "turboquant_k8v4", 30)
     check_split(3, 9, 6)
     check_split(3, 9, 1)  # each of three workers holds the one head
-    check_judging(TWO, interpreter())
+    check_judging(TWO_WORKERS, interpreter())
 
 
 @pytest.mark.parametrize(
     ("check", "expected"),
     [
-        (lambda: cache_dtype(SHIPPED["int4"], TWO), "^kv=int4: backend=vllm cannot hold it"),
-        (lambda: cache_dtype(SHIPPED["fp8_token"], TWO), "^kv=fp8_token: .*fp8_per_token_head has float32 scales"),
+        (lambda: cache_dtype(SHIPPED["int4"], TWO_WORKERS), "^kv=int4: backend=vllm cannot hold it"),
+        (lambda: cache_dtype(SHIPPED["fp8_token"], TWO_WORKERS), "^kv=fp8_token: .*fp8_per_token_head has float32 scales"),
         (
-            lambda: cache_dtype(k8v4(overrides=[{"layers": [0], "key": EXACT["key"]}]), TWO),
+            lambda: cache_dtype(k8v4(overrides=[{"layers": [0], "key": EXACT["key"]}]), TWO_WORKERS),
             r"overrides\.0\.key fp16 none: its cache has one type",
         ),
         (
-            lambda: cache_dtype(k8v4(key=conf("kv", "fp8")["key"]), TWO),
+            lambda: cache_dtype(k8v4(key=conf("kv", "fp8")["key"]), TWO_WORKERS),
             r"key fp8_e4m3 per_tensor, value .*: its cache has one type",
         ),
         (
-            lambda: check_boundaries(skipping(0, 1, 28), "turboquant_k8v4", 30),
+            lambda: check_boundaries(with_skipped(0, 1, 28), "turboquant_k8v4", 30),
             r"^kv=vllm_k8v4: with turboquant_k8v4, vLLM keeps layers 0, 1, 28, 29 at 16 bits: set ",
         ),
         (
@@ -116,12 +116,12 @@ def test_what_fits_is_not_refused() -> None:
         (lambda: check_split(3, 4, 2), r"^backend\.tensor_parallel_size=3: does not divide the model's 4 query heads; use a"),
         (lambda: check_split(3, 9, 2), r"^backend\.tensor_parallel_size=3: does not divide the model's 2 KV heads; use a"),
         (
-            lambda: check_judging(TWO, interpreter(platform="cuda")),
+            lambda: check_judging(TWO_WORKERS, interpreter(platform="cuda")),
             r"tensor_parallel_size=2: an evaluation needs 2 GPUs, .* has 0; build",
         ),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_by_its_key(check: Callable[[], object], expected: str) -> None:
+def test_what_vllm_does_not_support_is_refused_by_its_key(check: Callable[[], object], expected: str) -> None:
     with pytest.raises((UserError, MissingRequirement), match=expected):
         check()
 

@@ -86,7 +86,7 @@ def test_token_head_keeps_its_zero_in_the_scales_low_bits() -> None:
 
 
 @pytest.mark.parametrize("name", ggml.NAMES)
-def test_the_bytes_have_the_meaning_of_ggufs_reader(name: str) -> None:
+def test_ggufs_reader_reads_the_same_numbers(name: str) -> None:
     form = form_of(name)
     stored = quantize(ggml.vectors(), form, None)
     bytes_ = ggml.raw(stored)
@@ -95,7 +95,7 @@ def test_the_bytes_have_the_meaning_of_ggufs_reader(name: str) -> None:
     np.testing.assert_array_equal(dequantize(stored, form, None).numpy(), expected)
 
 
-def test_hadamard_64_rotates_each_64_channels_and_goes_back() -> None:
+def test_hadamard_64_rotates_blocks_of_64_and_is_inverted() -> None:
     x = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(1))
     blocks = form_of("q8_0", "hadamard_64")
     halves = [quantize(part, form_of("q8_0", "hadamard"), None) for part in x.chunk(2, dim=-1)]

@@ -117,7 +117,7 @@ def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
     assert torch.equal(matrix.abs(), torch.full((size, size), size**-0.5))
 
 
-def test_conformance_allows_both_scales_next_to_a_blocks() -> None:
+def test_conformance_allows_one_step_of_a_blocks_scale() -> None:
     vectors = torch.randn(1, 4000, 64, generator=torch.Generator().manual_seed(0))
     first = vectors[..., :16].abs().amax(-1, keepdim=True)
     vectors *= 6 * (1 + 1 / 16) / first  # halfway between the scales 1 and 1 + 1 / 8

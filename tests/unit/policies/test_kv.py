@@ -19,7 +19,7 @@ LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
 KIB, GIB = 1024, 1024**3
 
 
-def test_a_shipped_policy_is_called_as_its_file() -> None:
+def test_a_shipped_policy_is_named_like_its_file() -> None:
     assert [policy.name for policy in SHIPPED.values()] == list(SHIPPED)
 
 
@@ -123,7 +123,7 @@ def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
         ({"dtype": "bf16", "rotation": "hadamard"}, "rotation must be none, got hadamard, with dtype=bf16"),
     ],
 )
-def test_a_format_that_does_not_fit_together_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+def test_contradictory_keys_of_a_format_are_refused_by_name(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Format.model_validate(fields)
 

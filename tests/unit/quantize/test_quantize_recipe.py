@@ -31,7 +31,7 @@ def policy(key: Format, value: Format, window: Window | None = None, *overrides:
     return KVPolicy(name="test", key=key, value=value, window=window, overrides=overrides)
 
 
-def test_a_missing_an_unexpected_and_another_quantizer_are_named() -> None:
+def test_missing_unexpected_and_wrong_quantizers_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"enabled 2 quantizers instead of 2: b is missing"):
         check_enabled({"a": {}, "b": {}}, {"a": {}, "lm_head.w": {}})
     with pytest.raises(RuntimeError, match=r"a: ModelOpt set num_bits=8 instead of 4"):

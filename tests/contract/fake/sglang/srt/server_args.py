@@ -15,11 +15,11 @@ class ServerArgs:
         unknown = arguments.keys() - (set(FACTS["server_args"]) - MISSING)
         if unknown:
             raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
-        self.given = arguments
+        self.arguments = arguments
 
     def resolve_once(self) -> None:
         if sglang.MODE == "other chunks":
-            self.given["chunked_prefill_size"] = 64
+            self.arguments["chunked_prefill_size"] = 64
 
     def resolved_dict(self) -> dict[str, Any]:
-        return self.given
+        return self.arguments
