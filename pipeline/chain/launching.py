@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pickle import PicklingError
@@ -21,7 +21,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline.cli.progress import show_progress
 from pipeline.config.compose import Plan, initialized
@@ -70,10 +70,7 @@ def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
     """
     earlier = psutil.Process().children(recursive=True)
     try:
-        if planned.launcher == RAY:
-            with show_progress("starting ray"):
-                start_ray(planned.launcher_config)
-        with _stdout_inherited(), initialized():
+        with initialized():
             state = GlobalHydra.instance()
             assert state.hydra is not None
             more = RAY_OVERRIDES if planned.launcher == RAY else ()
@@ -82,7 +79,10 @@ def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
             )
             context = HydraContext(state.config_loader(), Callbacks())
             jobs = [[override for override in job if not is_hydras(override.lstrip("+~"))] for job in planned.job_overrides]
-            with launcher_errors(planned.launcher):
+            if planned.launcher == RAY:
+                with show_progress("starting ray"):
+                    start_ray(OmegaConf.to_container(composed.hydra.launcher))
+            with _stdout_inherited(), launcher_errors(planned.launcher):
                 returned = Plugins.instance().instantiate_launcher(context, run_job, composed).launch(jobs, initial_job_idx=0)
         return [job.return_value for job in returned]  # raises the job's exception
     except BaseException:
@@ -108,7 +108,7 @@ def _stdout_inherited() -> Iterator[None]:
         os.close(stdout_copy)
 
 
-def start_ray(launcher: Mapping[str, Any]) -> None:
+def start_ray(launcher: Any) -> None:
     """Start Ray, before its plugin would."""
     options = {key: value for key, value in ((launcher.get("ray") or {}).get("init") or {}).items() if value is not None}
     variables = dict(RAY_LINES)

@@ -228,29 +228,27 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str], ch
     Policies without evidence are named only if they would hold at least the live tokens of the chosen policy. One command,
     which begins with the arguments `base` except those that `changes` replace, judges them all.
     """
-    chosen = recommendation.chosen
+    chosen, passed_over = recommendation.chosen, recommendation.passed_over
     lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
     if chosen is None:
         lines.append("[red]No policy can be recommended[/]")
     else:
-        lines.append(
+        lines += [
             f"[green]Take {escape(chosen.name)}[/]: {chosen.live_tokens:,} live tokens in {chosen.requests:,} requests; PASS "
-            f"{chosen.covered} on backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once"
-        )
-        lines += [f"  {escape(reason)}" for reason in chosen.reasons[:1]]
-        lines.append(f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})")
-    min_tokens = 0 if chosen is None else chosen.live_tokens
-    unjudged = [entry for entry in recommendation.passed_over if entry.reason == NO_EVIDENCE]
-    more = [entry for entry in unjudged if entry.live_tokens >= min_tokens]
-    unserved = [entry for entry in recommendation.passed_over if entry.reason == NOT_SERVED]
-    for entry in (entry for entry in recommendation.passed_over if entry not in (*unjudged, *unserved)):
-        lines.append(f"  not {escape(entry.name)} ({entry.live_tokens:,}): {escape(entry.reason)}")
+            f"{chosen.covered} on backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once",
+            *(f"  {escape(reason)}" for reason in chosen.reasons[:1]),
+            f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})",
+        ]
+    for entry in passed_over:
+        if entry.reason not in (NO_EVIDENCE, NOT_SERVED):
+            lines.append(f"  not {escape(entry.name)} ({entry.live_tokens:,}): {escape(entry.reason)}")
+    unjudged, unserved = ([entry for entry in passed_over if entry.reason == reason] for reason in (NO_EVIDENCE, NOT_SERVED))
+    more = [entry for entry in unjudged if chosen is None or entry.live_tokens >= chosen.live_tokens]
     if more:
-        lines.append(
-            f"  {NO_EVIDENCE}: {escape(', '.join(f'{entry.name} ({entry.live_tokens:,})' for entry in more))}; make it with"
-        )
+        named = ", ".join(f"{entry.name} ({entry.live_tokens:,})" for entry in more)
         shipped = ",".join(entry.name for entry in more if " " not in entry.name)  # others are variants
-        lines.append(f"    {escape(command_line(base, *changes, 'stage=evaluate', f'kv={shipped}', sweep=',' in shipped))}")
+        command = command_line(base, *changes, "stage=evaluate", f"kv={shipped}", sweep="," in shipped)
+        lines += [f"  {NO_EVIDENCE}: {escape(named)}; make it with", f"    {escape(command)}"]
     if len(more) < len(unjudged):
         lines.append(f"  and {len(unjudged) - len(more)} more that have no evidence and hold fewer live tokens")
     if unserved:

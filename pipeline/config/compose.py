@@ -1,9 +1,9 @@
 """Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 from math import prod
@@ -102,8 +102,6 @@ class Plan:
     swept_keys: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
     launcher: str = BASIC
-    launcher_config: Mapping[str, Any] = field(default_factory=dict)
-    """The node `hydra.launcher`."""
     launcher_overrides: tuple[str, ...] = ()
     """Overrides of the whole sweep, from which a launcher composes its own configuration."""
     arguments: tuple[str, ...] | None = None
@@ -200,9 +198,8 @@ def _planned(overrides: list[Override], multirun: bool, parser: OverridesParser)
         typed = {o.key_or_group: str(o.input_line) for o in overrides if is_hydras(o.key_or_group)}
         overrides_of_others = [line for key, line in typed.items() if key not in (SEARCHPATH, LAUNCHER)]
         refuse_code(composed.hydra, _composed([f"{LAUNCHER}={launcher}", *overrides_of_others]).hydra)
-    launcher_config: Any = OmegaConf.to_container(composed.hydra.launcher)
     if multirun or composed.hydra.mode == RunMode.MULTIRUN:
-        return replace(_sweep(overrides, composed.hydra, parser), launcher=launcher, launcher_config=launcher_config)
+        return replace(_sweep(overrides, composed.hydra, parser), launcher=launcher)
     swept = next((as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override()), None)
     if swept is not None:
         raise UserError(f"{swept}: several values need a sweep; add -m, or quote one text with commas: {as_text(swept)}")

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from helpers.refusals import refused
+from hydra import compose
 from submitit.core.utils import UncompletedJobError
 
 from pipeline.chain import launching, runner
 from pipeline.cli.next_steps import standing
 from pipeline.config import overrides
-from pipeline.config.compose import plan
+from pipeline.config.compose import initialized, plan
 from pipeline.registry.summary import Summary, load
 from stages.core.errors import MissingRequirement, UserError, describe, exit_code
 
@@ -88,7 +89,10 @@ def test_a_launcher_gets_its_resources_and_every_key() -> None:
         assert (f"hydra/launcher={planned.launcher}", planned.names) == (asked[0], ("fp8", "int8"))
     more = ["hydra.launcher.qos=high", "hydra.launcher.tasks_per_node=2", "+hydra.launcher.additional_parameters.nice=5"]
     planned = plan(["kv=fp8,int8", *SLURM, *more, "hydra.launcher.setup=[module load cuda]"], multirun=True)
-    passed = {key: planned.launcher_config[key] for key in ("partition", "qos", "tasks_per_node", "additional_parameters")}
+    with initialized():
+        hydras = [line for line in planned.launcher_overrides if "hydra" in line]
+        launcher = compose("config", hydras, return_hydra_config=True).hydra.launcher
+    passed = {key: launcher[key] for key in ("partition", "qos", "tasks_per_node", "additional_parameters")}
     assert passed == {"partition": "a100", "qos": "high", "tasks_per_node": 2, "additional_parameters": {"nice": 5}}
 
 
