@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, static_scal
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
 from stages.checkpoints.places import locate_checkpoint
+from stages.engines.interface import Logits
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
@@ -231,7 +232,21 @@ def measure(
     """Score all texts under every policy."""
     engines = {name: TorchEngine.from_model(model, kv, scales(kv)) for name, kv in policies.items()}
     exact = TorchEngine.from_model(model, FP16_POLICY)
-    sums = {name: np.zeros((len(texts), 3)) for name in policies}
+    sums = measure_engines(exact, engines, texts)
+    return {name: Measured(kv.bytes_per_token(exact.shape), sums[name]) for name, kv in policies.items()}
+
+
+class Forced(Protocol):
+    """An engine that decodes known tokens."""
+
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """Prefill the tokens before `first`, decode the others one by one, and return the logits of each decoded token."""
+        ...
+
+
+def measure_engines(exact: Forced, engines: Mapping[str, Forced], texts: Sequence[Text]) -> dict[str, Array]:
+    """Return the sums of `Measured` by engine, relative to the engine `exact`."""
+    sums = {name: np.zeros((len(texts), 3)) for name in engines}
     for number, text in enumerate(texts):
         baseline = exact.forced(text.tokens, text.first)
         before = _log_likelihood(baseline, text.targets)
@@ -240,7 +255,7 @@ def measure(
             rise = before - _log_likelihood(logits, text.targets)
             sums[name][number] = kl_of_logits(baseline, logits).sum(), rise, len(text.targets)
         log(f"text {number + 1} of {len(texts)}")
-    return {name: Measured(kv.bytes_per_token(exact.shape), sums[name]) for name, kv in policies.items()}
+    return sums
 
 
 def _log_likelihood(logits: npt.NDArray[np.float32], targets: Sequence[int]) -> float:
