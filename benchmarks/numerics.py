@@ -1,6 +1,7 @@
 """The cost of the formats of keys and values by policy, and a test of the literature's claims on three models.
 
     python -m benchmarks.numerics tiny smollm2 gemma3       # prints the tables of docs/numerics.md
+    python -m benchmarks.numerics --peers tiny smollm2      # prints the rows of transformers' QuantizedCache instead
 
 Every policy is measured in the reference engine's forced decode: every scored token reads the quantized cache. The baseline is
 the same model over an FP16 cache. The tiny model reads generated text; SmolLM2 and Gemma 3 read pages of Python's
@@ -21,6 +22,7 @@ import torch
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, static_scales_on
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
+from benchmarks.transformers_cache import bytes_per_token, peers
 from stages.checkpoints.places import locate_checkpoint
 from stages.engines.interface import Logits
 from stages.engines.reference.engine import TorchEngine
@@ -133,6 +135,9 @@ SHORT = (
 """Policies for Gemma 3."""
 LONG = ("fp8 per tensor", "int8 per token", "fp8 keys, int4 g64 values", "int4 g32")
 """Policies for Gemma 3's longer texts: the policies that `make real MODEL=gemma3` judges."""
+
+BESIDE_PEERS, PEER_TEXTS = ("int4 g32, asymmetric", "int4, 64 recent exact"), 4
+"""Policies that are measured beside transformers' caches, and number of texts, since a peer decodes token by token."""
 
 CLAIMS: tuple[tuple[str, str, str], ...] = (
     ("fp8 per token is better than int8 per token", "fp8 per token", "int8 per token"),
@@ -258,6 +263,16 @@ def measure_engines(exact: Forced, engines: Mapping[str, Forced], texts: Sequenc
     return sums
 
 
+def measure_peers(checkpoint: Path, texts: Sequence[Text]) -> dict[str, Measured]:
+    """Score all texts under transformers' QuantizedCache, and under two policies of kvgate with dynamic scales."""
+    model = load_model(checkpoint)
+    exact = TorchEngine.from_model(model, FP16_POLICY)
+    own = {name: TorchEngine.from_model(model, POLICIES[name]) for name in BESIDE_PEERS}
+    sums = measure_engines(exact, {**own, **peers(load_model(checkpoint))}, texts)
+    sizes = {name: POLICIES[name].bytes_per_token(exact.shape) for name in own}
+    return {name: Measured(sizes.get(name, bytes_per_token(exact.shape)), sums[name]) for name in sums}
+
+
 def _log_likelihood(logits: npt.NDArray[np.float32], targets: Sequence[int]) -> float:
     return float(log_softmax(logits)[np.arange(len(targets)), targets].sum())
 
@@ -306,6 +321,7 @@ def show_lengths(model: Any, tokens: npt.NDArray[np.int64], scales: Callable[[KV
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", choices=("tiny", "smollm2", "gemma3"), help="4, 15, 10 minutes")
+    parser.add_argument("--peers", action="store_true", help="measure transformers' QuantizedCache instead (5 minutes)")
     parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where GGUFs are converted to")
     arguments = parser.parse_args(command_line)
     torch.set_num_threads(1)
@@ -313,11 +329,20 @@ def main(command_line: Sequence[str] | None = None) -> None:
         print(f"\n## {name}")
         if name == "tiny":
             texts = tiny_texts()
+            if arguments.peers:
+                texts = texts[:: len(texts) // PEER_TEXTS]
+                show(measure_peers(CHECKPOINT, texts), texts)
+                continue
             show(measure(load_model(), texts, static_scales_on(CHECKPOINT, tiny_calibration())), texts)
             continue
         arguments.work.mkdir(parents=True, exist_ok=True)
         checkpoint = converted(locate_checkpoint(MODEL if name == "smollm2" else GEMMA3), arguments.work / name)
-        tokens, model = all_tokens(checkpoint), load_model(checkpoint)
+        tokens = all_tokens(checkpoint)
+        if arguments.peers:
+            texts = page_texts(tokens, PEER_TEXTS, PAGE_TOKENS)
+            show(measure_peers(checkpoint, texts), texts)
+            continue
+        model = load_model(checkpoint)
         scales = static_scales_on(checkpoint, tokens[-CALIBRATION_TOKENS:].reshape(-1, 512).tolist())
         if name == "smollm2":
             texts = page_texts(tokens, PAGES, PAGE_TOKENS)
