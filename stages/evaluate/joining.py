@@ -85,6 +85,7 @@ def join(
         candidate_noise=candidate_once.noise,
         coverage=Exercised.merged([*(candidate_round.coverage for _, candidate_round in rounds), candidate_once.coverage]),
         tests=candidate_once.tests,
+        cache=candidate_once.cache,
         baseline_tests=baseline_once.tests,
         scale_changes=first.scale_changes,
         drafters=config.speculation.drafters if config.speculation is not None else [],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsForced, SupportsRequests
+from stages.evaluate.cache_statistics import cache_statistics
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.batches import StoppingCriteria
@@ -21,7 +22,7 @@ from stages.evaluate.joining import fidelity
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.coverage import Exercised
 from stages.verdict.engine_tests import EngineTests
-from stages.verdict.report import MustFailControl
+from stages.verdict.report import CacheStatistics, MustFailControl
 from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
 
 
@@ -44,7 +45,7 @@ def measure_once(
 
     Args:
         measured: Directory that `measure` wrote for the engine in the first round.
-        reference: The reference engine for the stress test of a candidate; None skips the stress test.
+        reference: The reference engine for the stress test and the cache's statistics of a candidate; None skips both.
         baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
             stress test, must-fail control or full-pool test, because it is never served.
         planned: The samples of all rounds. The verdict covers the length of the longest.
@@ -65,8 +66,10 @@ def measure_once(
     repeated = run_samples(engine, subset, size, own, progress=noise_label, stopping=stopping, one_pass=in_requests)
     longest = max(map(stopping.longest, [*planned, *encoded]))
     free = free_answers(engine, subset, batch, stopping, label, [result.answer for result in repeated])
-    stress = None
+    stress, cache = None, list[CacheStatistics]()
     if baseline is not None and reference is not None:
+        item = max([*planned, *encoded], key=lambda item: len(item.prompt))
+        cache = cache_statistics(reference.engine, [*item.prompt, *item.reference])
         limits = config.stress_test.limited(longest)
         baseline_error = first_round.conformance
         own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
@@ -87,6 +90,7 @@ def measure_once(
         system=system,
         coverage=Exercised.merged([*(result.trace for result in repeated), Exercised(room=longest)]),
         control=control,
+        cache=cache,
     )
 
 

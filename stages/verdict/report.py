@@ -213,6 +213,19 @@ class SystemMetrics(Record):
     """Implementation of the attention in decode steps, if the engine has several: "graph", or "native in 30 of 30 layers"."""
 
 
+class CacheStatistics(Record):
+    """Keys or values of one layer on a sample's first tokens, before and after the policy's quantization."""
+
+    layer: int
+    side: Literal["key", "value"]
+    low: Number
+    high: Number
+    p999: Number
+    """99.9th percentile of the magnitudes."""
+    snr_db: Number
+    """Signal-to-noise ratio in dB: mean square of the numbers, relative to that of the error; null without an error."""
+
+
 class EvaluationReport(Record):
     """All measurements of one engine against one baseline."""
 
@@ -243,6 +256,8 @@ class EvaluationReport(Record):
     """Lengths and batches of the samples on the decode path."""
     tests: EngineTests
     baseline_tests: EngineTests
+    cache: list[CacheStatistics] = Field(default=[])
+    """Keys, then values, of every layer; empty without a reference engine."""
     scale_changes: list[ScaleChange] | None = None
     """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
     drafters: list[str]

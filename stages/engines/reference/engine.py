@@ -43,7 +43,7 @@ from stages.engines.reference.model import (
     shape_for,
 )
 from stages.engines.reference.placing import place_model, within_memory
-from stages.engines.reference.replay import OnePassView, Replay, disturb_layers
+from stages.engines.reference.replay import OnePassView, Replay, Visit, VisitedView, disturb_layers
 from stages.policies.ggml.arithmetic_torch import round_queries
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
@@ -232,6 +232,12 @@ class TorchEngine(ChunkedEngine):
         firsts = [part[0].errors if isinstance(part[0], OnePassView) else [] for part in parts]
         errors = [[{side: error.cpu() for side, error in layer.items()} for layer in layers] for layers in firsts]
         return [Replay(sound, off, layers) for sound, off, layers in zip(logits[0], logits[-1], errors, strict=True)]
+
+    @torch.inference_mode()
+    def visit_states(self, tokens: Sequence[int], visit: Visit) -> None:
+        """Compute a prompt in one chunk, and call `visit` for the keys and then the values of every layer."""
+        view = VisitedView(self.policy, self.storages, self._plan([Span(0, len(tokens), 0)]), visit)
+        self._hidden([tokens], torch.arange(len(tokens))[None], [view])
 
     def _replay_views(
         self, sequences: Sequence[Fed], caches: Sequence[Any], origins: Sequence[tuple[int, int]], passes: int

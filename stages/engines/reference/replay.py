@@ -9,7 +9,7 @@ activations, and so measures how much rounding may cost.
 Shapes: H KV heads, T tokens of the sequence, n tokens of a copy, D head_dim, W bytes and g scales of a token, V vocab_size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ from stages.engines.reference.attention import Block, BlockView, Copies, FiniteC
 from stages.engines.reference.cache import LayerStorage, Storage, one_pass_sources
 from stages.engines.reference.formats import dequantize
 from stages.policies.arithmetic_torch import Static, Stored
-from stages.policies.policy import KVPolicy, Side
+from stages.policies.policy import SIDES, KVPolicy, Side
 
 SMALLEST = 1e-30
 """Lower bound of a vector's length, which prevents a division by zero."""
@@ -157,6 +157,24 @@ class OnePassView(BlockView):
         joined = copies.tokens.clone()
         joined[:, part] = stored
         return Copies(joined)
+
+
+Visit = Callable[[int, Side, Tensor, Tensor], None]
+"""Takes a layer, a side, its keys or values (H, T, D) as computed, and the same as read from the cache."""
+
+
+class VisitedView(OnePassView):
+    """A prompt of one chunk that shows the keys and values of every layer."""
+
+    def __init__(self, policy: KVPolicy, storages: Sequence[LayerStorage], blocks: Sequence[Block], visit: Visit) -> None:
+        super().__init__(policy, storages, blocks)
+        self.visit = visit
+
+    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
+        for side, x in zip(SIDES, (key, value), strict=True):
+            storage = self.storages[layer][side]
+            self.visit(layer, side, x, storage.read(storage.write(x)))
+        return super().exchange(layer, key, value)
 
 
 def _excess_error(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:

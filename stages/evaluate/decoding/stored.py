@@ -24,7 +24,7 @@ from stages.policies.delivery import ScaleChange
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.engine_tests import EngineTests
-from stages.verdict.report import Fidelity, MustFailControl, SystemMetrics
+from stages.verdict.report import CacheStatistics, Fidelity, MustFailControl, SystemMetrics
 
 LOGPROBS = "logprobs.safetensors"
 STATISTICS = "statistics.safetensors"
@@ -85,6 +85,8 @@ class MeasuredOnce(BaseModel):
     """Coverage of the repeated samples; candidates only."""
     control: MustFailControl | None = None
     """Must-fail control; candidates only."""
+    cache: list[CacheStatistics] = []
+    """Distribution of keys and values; candidates with a reference engine only."""
 
     def write(self, out: Path) -> None:
         """Write ONCE into a directory."""

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.cache import Storage, layer_storages
 from stages.engines.reference.engine import TorchEngine
-from stages.policies.policy import KVPolicy, KVShape
+from stages.evaluate.cache_statistics import cache_statistics
+from stages.policies.policy import KVPolicy, KVShape, Side
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]
 """Prompt lengths around the ends of pages. 300 is longer than any policy keeps exact."""
@@ -87,6 +88,25 @@ def test_memory_is_the_policys_arithmetic_and_release_frees_it(policy: KVPolicy,
     assert memory.exact_bytes == policy.exact_bytes(SHAPE, 2)
     engine.release(handles)
     assert engine.memory().pool_bytes == engine.memory().exact_bytes == engine.memory().window_bytes == 0
+
+
+def test_statistics_describe_transformers_own_keys_and_values(model: Any, texts: list[list[int]]) -> None:
+    with torch.no_grad():
+        layers = model(torch.tensor(texts[-1:]), use_cache=True).past_key_values.layers
+    ratios = {}
+    for name in ("fp8_head", "int4"):
+        engine = make_reference(model, BY_NAME[name], SHAPE)
+        measured = cache_statistics(engine, texts[-1])
+        assert [(one.layer, one.side) for one in measured] == [(0, "key"), (0, "value"), (1, "key"), (1, "value")]
+        for one in measured:
+            exact = getattr(layers[one.layer], f"{one.side}s")[0]
+            assert (one.low, one.high) == pytest.approx((float(exact.min()), float(exact.max())), rel=1e-5)
+            assert one.p999 == pytest.approx(np.quantile(exact.abs().numpy(), 0.999), rel=1e-5)
+            storage = engine.storages[one.layer][Side(one.side)]
+            error = storage.read(storage.write(exact)) - exact
+            assert one.snr_db == pytest.approx(20 * float(torch.log10(exact.norm() / error.norm())), abs=0.05)
+        ratios[name] = measured[0].snr_db or 0.0
+    assert ratios["fp8_head"] > ratios["int4"] + 6
 
 
 class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed

@@ -26,6 +26,7 @@ from stages.report.exhibit import Exhibit, shown
 from stages.report.page import MAX_POLICIES, changed_answers, differences, make_page, render, write_page
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
+from stages.verdict.report import CacheStatistics
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -103,6 +104,17 @@ def test_the_report_leads_with_recovery(judged: list[Exhibit], tmp_path: Path) -
     assert page["rows"][1]["cells"][:2] == ["1.000", "1.000"]
     places = [(row["policy"], row["place"]) for row in recovery_numbers(judged)]
     assert places == [(name, place) for name in ("fp8", "int8", "int4") for place in ("all", "copy", "retrieval")]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_keys_and_values_are_listed_by_layer(judged: list[Exhibit], tmp_path: Path) -> None:
+    made = judged[0].report
+    assert made is not None
+    same: dict[str, Any] = {"layer": 7, "low": -1.5, "high": 2.5, "p999": 2.25}
+    cache = [CacheStatistics(**same, side="key", snr_db=31.6), CacheStatistics(**same, side="value", snr_db=None)]
+    shows = replace(judged[0], report=made.model_copy(update={"cache": cache}))
+    text = " ".join(Elements(render([shows], occasion(tmp_path, [shows]))).text.split())
+    assert "7−1.52.52.2531.6−1.52.52.25–" in text
 
 
 def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibit]) -> None:
