@@ -89,7 +89,7 @@ def engine(bundle: Path, python: str) -> Iterator[RequestEngine[Any, Any]]:
 def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine[Any, Any]) -> None:
     rows = engine.forced(TOKENS, FIRST)
     assert rows.shape == (len(TOKENS) - FIRST, VOCABULARY)
-    assert np.isfinite(rows).all(), "written before they were forced"
+    assert np.isfinite(rows).all(), "the rows are read before the worker sets forced logits to -inf"
     other = [*TOKENS[:FIRST], *TOKENS[:FIRST:-1]]
     together = engine.forced_together([(TOKENS, FIRST), (other, FIRST), (TOKENS[2:], 3)])
     np.testing.assert_array_equal(together[0], rows)
@@ -126,7 +126,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_work(library: Library, 
     handles = engine.begin([[1] * 20, [1] * 512])
     with pytest.raises(UserError, match="does not fit"):
         engine.decode(handles, [2, 2])
-    assert engine.memory().live_tokens == 20 + 512, "a refused batch decodes nothing"
+    assert engine.memory().live_tokens == 20 + 512, "a refused batch stores no token"
     with pytest.raises(UserError, match=rf"backend\.{library.limit}=512: a prompt of 400 tokens with 113 more does not fit"):
         engine.forced([1] * 512, 400)
     assert engine._worker is None

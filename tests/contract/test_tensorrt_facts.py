@@ -176,7 +176,7 @@ def test_the_release_has_every_name_and_accepts_every_call(library: Name) -> Non
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         version, signatures = pool.submit(read_installed, library, used_names()).result(timeout=120)
     if library == "tensorrt":
-        assert version == os.environ.get("REQUIRE_TENSORRT", version), "not the release that was to be tested"
+        assert version == os.environ.get("REQUIRE_TENSORRT", version), "the installed release is not REQUIRE_TENSORRT"
         assert RTX_ONLY.isdisjoint(signatures)
     oldest, before = RANGES[library]
     assert oldest <= release_of(version) < before

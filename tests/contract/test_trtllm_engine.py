@@ -53,7 +53,7 @@ def test_prompts_beyond_the_bound_are_in_flight_together(bundles: dict[str, Path
     alone = [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(prompts, limits, strict=True)]
     engine._call = call = Mock(wraps=engine._call)
     assert engine.generate(prompts, limits, (), max_sequences=2) == alone
-    assert call.call_count == 2 * 2 + 1, "of each two the prompts, and then what they decode; the last one needs no step"
+    assert call.call_count == 2 * 2 + 1, "prefill and decode of two pairs; prefill of the last"
     assert engine.memory().live_tokens == 0
     engine.close()
 

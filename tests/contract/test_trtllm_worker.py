@@ -139,9 +139,9 @@ def test_a_worker_below_a_wrapper_script_ends_with_its_input(monkeypatch: pytest
             os.close(writing)
 
     monkeypatch.setattr(worker.time, "sleep", sleep)
-    monkeypatch.setattr(worker, "kill_group", killed.append)  # which also unlinks the shared memory of the tests
+    monkeypatch.setattr(worker, "kill_group", killed.append)  # the real one would unlink the tests' shared memory
     worker.end_with_parent(reading)
     os.close(reading)
     assert killed == [os.getpgid(0)]
-    assert slept.count(False) == worker.CLOSED_SECONDS - 1, "an engine that is being freed is given its time"
+    assert slept.count(False) == worker.CLOSED_SECONDS - 1, "the worker has CLOSED_SECONDS to free its engine"
     monkeypatch.delitem(sys.modules, "kvgate_channel")

@@ -75,7 +75,7 @@ def test_one_pass_equals_the_cpus(pair: tuple[TorchEngine, ...], texts: list[lis
     assert_close(ours, theirs)
     assert pair[0].device == CUDA
     weights = {weight.dtype for weight in pair[0].model.parameters()}
-    assert weights == {torch.float16}, "the tiny checkpoint's, before and after a pass"
+    assert weights == {torch.float16}, "the model keeps the checkpoint's 16-bit weights after a pass"
 
 
 def test_replays_and_rounding_effects_equal_those_on_a_cpu(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:

@@ -28,7 +28,7 @@ def imported_names(path: Path) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute here"
+            assert node.level == 0, f"{path}: a relative import; this repository uses absolute imports"
             members = [f"{node.module}.{alias.name}" for alias in node.names]
             names += [name if name in MODULES else str(node.module) for name in members]
     return tuple(names)

@@ -41,7 +41,7 @@ def test_fp8_fails_for_its_computation_and_not_its_answers(tmp_path: Path, vllm_
     assert report.scale_changes == []
     assert report.noise is not None
     assert report.noise.kl_max is not None
-    assert report.noise.kl_max < 0.02, "a request alone and among others, in bfloat16"
+    assert report.noise.kl_max < 0.02, "the noise of bfloat16 between a request alone and in a batch"
     for tests in (report.tests, report.baseline_tests):
         assert tests.free_answers.contradictions == []
     assert report.system.kib_per_token_allocated == report.system.kib_per_token

@@ -28,14 +28,14 @@ class Leftovers:
         assert engine._worker is not None
         first = psutil.Process(engine._worker._process.pid)
         self.processes, self.folder = [first, *first.children(recursive=True)], engine._worker.folder
-        assert len(self.processes) >= 3, "both workers"
+        assert len(self.processes) >= 3, "the main process and two workers"
         maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in self.processes]
         self.shared = {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
 
     def assert_removed(self) -> None:
         _, alive = psutil.wait_procs(self.processes, timeout=30)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-        assert not self.folder.exists(), "sockets lie there"
+        assert not self.folder.exists(), "the folder of the worker's sockets is removed"
         assert not self.shared & set(os.listdir("/dev/shm"))
 
 
@@ -52,9 +52,11 @@ def test_each_worker_reads_the_scales_of_its_heads(tmp_path: Path, tiny_checkpoi
         Side.VALUE: pytest.approx((VALUE_SCALE, VALUE_SCALE * 1.5)),
     }
     replay = assert_reads_what_it_stored(engine, tiny_checkpoint, TEXT, 0, rows, first=FIRST)
-    assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.2, "codes of both heads"
+    assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.2, (
+        "codes of both heads are read"
+    )
     memory = engine.timed([TEXT], 2).memory
-    assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the halves of both workers"
+    assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the sum over both workers"
 
     leftovers = Leftovers(engine)
     engine.close()

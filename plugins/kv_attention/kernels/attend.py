@@ -35,7 +35,7 @@ def _power_above(x):
 
 @triton.jit
 def inverse_power(bits):
-    """Return the inverse_power of a power of two, given as float32 bits, by negating its exponent."""
+    """Return the inverse of a power of two, given as float32 bits, by negating its exponent."""
     return (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 

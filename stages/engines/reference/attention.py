@@ -162,7 +162,7 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class ConcatenatedViews:
-    """Several sequences concatenate_tokens in one row of a batch, without padding."""
+    """Several sequences concatenated in one row of a batch, without padding."""
 
     views: Sequence[View]
     lengths: Sequence[int]

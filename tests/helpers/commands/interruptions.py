@@ -106,11 +106,11 @@ def attempt(job: Callable[[], object], folder: Path, at: int | None = None, faul
     # A whole pipeline takes a minute. The pipe of a killed child is at its end, so poll returns at once.
     if not receive.poll(600):
         child.kill()
-        raise AssertionError("it hangs")
+        raise AssertionError("the child hangs")
     try:
         operations, output, returned = receive.recv()
     except EOFError:
         operations, output, returned = at or 0, "", None
     child.join(120)
-    assert child.exitcode is not None, "it hangs"
+    assert child.exitcode is not None, "the child hangs"
     return Attempt(child.exitcode, operations, output, returned)

@@ -58,7 +58,7 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
             patch.setattr(f"{module}.run_in_child", _in_this_process)
         result = run_in_fork(case, cwd, seconds=MAX_SECONDS, limited=False)
-    assert result.code is not None, "it takes too long"
+    assert result.code is not None, "the command hangs"
     return subprocess.CompletedProcess(arguments, result.code, result.stdout, result.stderr)
 
 

@@ -46,7 +46,7 @@ class Dimension:
         return self.constant
 
     def get_constant_value(self) -> int:
-        assert self.constant, "TensorRT gives the value of a constant only"
+        assert self.constant, "only a constant dimension has a value during the build"
         return self.values[0]
 
 

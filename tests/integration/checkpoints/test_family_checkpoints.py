@@ -50,7 +50,7 @@ def test_a_checkpoint_of_transformers_5_loads_with_its_weights(saved: Path) -> N
     check_weights(info, expected_tensors)
     tensors = read_model(saved).tensors
     assert tensors is not None
-    assert tensors() == expected_tensors(saved, config), "the families that are counted without torch too"
+    assert tensors() == expected_tensors(saved, config), "shapes computed without torch equal those of transformers"
     theirs = AutoConfig.from_pretrained(saved)
     assert has_windows(info, theirs)
     assert (info.shape.kv_heads, info.q_heads) == (theirs.num_key_value_heads, theirs.num_attention_heads)

@@ -115,7 +115,7 @@ def test_a_non_finite_block_is_found_without_dequantizing_it(kind: str, tmp_path
             stored[upper : upper + 2].view("<u2")[:] = 0xFC00 if form == "F16" else 0x7FC0  # -infinity, NaN
         with np.errstate(invalid="ignore"):
             dequantized = dequantize(stored.reshape(3, size), GGMLQuantizationType[kind])
-        assert np.isfinite(dequantized).all() == (place is None), "gguf itself reads it so"
+        assert np.isfinite(dequantized).all() == (place is None), "the gguf package agrees"
         stored.tofile(tmp_path / "m.gguf")
         header = Header(tmp_path / "m.gguf", {}, {"w": GGUFTensor(kind, (3, values), 0, stored.nbytes)})
         with nullcontext() if place is None else pytest.raises(UserError, match="w holds a value that is not finite"):

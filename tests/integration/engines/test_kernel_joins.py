@@ -129,7 +129,7 @@ def test_running_sequences_decode_while_a_prompt_joins(make: Any, prompts: list[
     engine.generate(prompts, LIMITS, (), max_sequences=2)
     assert engine.passes[:6] == [[50, 5], [50, 1], [20, 1], [1, 1], [1, 1], [1, 1]]
     assert [1, 50] in engine.passes
-    assert min(map(min, engine.passes)) == 1, "nobody waits"
+    assert min(map(min, engine.passes)) == 1, "every sequence advances in every pass"
 
 
 @pytest.mark.parametrize("place", [0, 4, 6])

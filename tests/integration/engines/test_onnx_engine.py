@@ -212,7 +212,7 @@ def bundle(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def test_a_bundle_is_complete_and_shares_no_file_with_its_owner(checkpoint: Path, bundle: Path) -> None:
-    assert not (bundle / "model.safetensors").samefile(checkpoint / "model.safetensors"), "it is outside of any store"
+    assert not (bundle / "model.safetensors").samefile(checkpoint / "model.safetensors"), "files outside a store are copied"
     engine = load_reference_engine(bundle, threads=1)
     assert (engine.policy, engine.shape, engine.vocab_size) == (POLICY, SHAPE, 256)
     expected = make_reference(load_model(checkpoint), POLICY, SHAPE).forced(TEXT, 70)

@@ -164,7 +164,7 @@ def test_every_family_equals_transformers_over_a_rounding_cache(config: Any, nam
     text = np.random.default_rng(2).integers(0, 256, 140).tolist()
     expected = by_transformers(model, BY_NAME[name], text, 10)
     np.testing.assert_allclose(engine.forced(text, 130), expected, rtol=0, atol=EXACT)
-    assert model.config._attn_implementation == "sdpa", "the model is left as it was"
+    assert model.config._attn_implementation == "sdpa", "the model's attention is restored"
 
 
 def test_a_non_finite_value_is_refused_and_not_stored(texts: list[list[int]]) -> None:
@@ -204,7 +204,7 @@ def test_a_corrupted_key_scale_changes_one_pass_and_decode_equally(name: str, mo
     np.testing.assert_array_equal(engine.decode(handles, [text[-STEPS] for text in texts]), forced(engine, texts)[1])
     np.testing.assert_allclose(faulty, forced(engine, texts)[1:], rtol=0, atol=EXACT)
     np.testing.assert_array_equal(engine.prefill([text[:-STEPS] for text in texts])[1], before)
-    assert np.abs(faulty - sound).max(-1)[:, -1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
+    assert np.abs(faulty - sound).max(-1)[:, -1].min() > 0.01, "policies keep only a part of the longest text exact"
 
 
 def test_tokens_read_from_the_cache_need_only_one_replay(model: Any) -> None:

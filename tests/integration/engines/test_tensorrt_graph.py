@@ -134,7 +134,7 @@ def test_supported_layers_get_two_plugins_that_read_the_pools(
                 assert f"QuantizeKey_{layer}" in functions
                 pools = {f"key_pool.{layer}", f"value_pool.{layer}"}
                 takers = {node.domain for node in model.graph.node if pools & set(node.input)}
-                assert not has_plugin or takers == {"kv"}, "no plan widens these pools"
+                assert not has_plugin or takers == {"kv"}, "only the plugin reads these pools"
 
 
 def test_work_is_divided_for_the_concurrency_of_the_building_gpu(

@@ -171,7 +171,7 @@ def test_shards_and_their_index_survive_dequantization(tiny_checkpoint: Path, tm
     (tmp_path / STORE_FILE).write_text("{}")
     stage(sharded, tmp_path, "fp16", "fp8")
     out = tmp_path / "checkpoint"
-    assert not (out / INDEX).samefile(sharded / INDEX), "written to in place, the owner's would change"
+    assert not (out / INDEX).samefile(sharded / INDEX), "it is rewritten, so it must not be a link to the user's file"
     index = json.loads((out / INDEX).read_text())
     assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
     assert len(set(index["weight_map"].values())) > 1

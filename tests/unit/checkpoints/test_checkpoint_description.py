@@ -63,7 +63,7 @@ def test_files_are_the_known_ones_and_never_pickles(tmp_path: Path) -> None:
     info = inspect_checkpoint(tmp_path)
     assert info.weight_files == ("model.safetensors",)
     assert info.other_files == ("config.json", "generation_config.json", "tokenizer.json")
-    assert not {"return_dict", "torchscript"} & read_config(tmp_path).keys(), "keys for the results of transformers"
+    assert not {"return_dict", "torchscript"} & read_config(tmp_path).keys(), "they would change what forward() returns"
 
 
 def test_shards_come_from_the_index_which_needs_no_metadata(tmp_path: Path) -> None:

@@ -46,12 +46,12 @@ def test_an_owners_writes_reach_no_artifact(store: Path, owned: Path) -> None:
     first, two, three = (store / "quantize" / "one" / name for name in ("one", "two", "three"))
     link_or_copy(owned, first)
     link_or_copy(owned, two)
-    assert first.samefile(two), "one copy, however many artifacts"
+    assert first.samefile(two), "artifacts share one copy"
     with owned.open("r+") as stream:
         stream.write("garbage")
     assert first.read_text() == two.read_text() == "weights"
     (pooled,) = (store / POOL).iterdir()
-    pooled.rename(store / POOL / file_digest(owned))  # damaged: its content is not what its name says
+    pooled.rename(store / POOL / file_digest(owned))  # damaged: its content does not have the digest in its name
     link_or_copy(owned, three)
     assert three.read_text() == "garbage"
 

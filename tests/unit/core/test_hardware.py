@@ -27,7 +27,7 @@ def install_nvidia_smi(folder: Path, script: str, patch: pytest.MonkeyPatch) -> 
 
 def test_a_gpu_is_named_with_its_compute_capability_and_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus() == [], "a machine without a driver"
+    assert gpus() == [], "no nvidia-smi on PATH"
     gpus.cache_clear()
     # the output of `nvidia-smi --query-gpu=name,compute_cap,driver_version --format=csv,noheader` with two GPUs
     install_nvidia_smi(tmp_path, "echo 'NVIDIA H100 80GB HBM3, 9.0, 550.54.15\nNVIDIA L4, 8.9, 550.54.15'", monkeypatch)
@@ -42,4 +42,4 @@ def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpu(tmp_path: Path, m
     install_nvidia_smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", monkeypatch)
     with pytest.raises(MissingRequirement, match="does not answer: Failed to initialize NVML"):
         gpus()
-    assert "Failed to initialize NVML" in str(hardware()["gpus"]), "an engine on the CPU does not need the GPU"
+    assert "Failed to initialize NVML" in str(hardware()["gpus"]), "hardware() does not raise: CPU engines need no GPU"

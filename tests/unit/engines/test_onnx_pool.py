@@ -70,7 +70,7 @@ def test_growth_keeps_stored_tokens_within_the_limit() -> None:
         sizes.append(pool.memory().pages)
         spans.add(pool.view([handle])[1])
     assert sizes == [1, 2, 4, 4, 5]
-    assert len(spans) == 5, "a graph binds the arrays again"
+    assert len(spans) == 5, "after growth a graph must bind the arrays again"
     assert stored(pool, handle) == list(range(320))
     with pytest.raises(UserError, match="max_pages=5 is too small: 6 pages of 64 tokens"):
         pool.reserve([handle], 1)
@@ -79,7 +79,7 @@ def test_growth_keeps_stored_tokens_within_the_limit() -> None:
     a, b = pool.start(), pool.start()
     with pytest.raises(UserError, match="6 pages"):
         pool.reserve([a, b], 129)
-    pool.reserve([a], 320)  # a batch that does not fit got no page at all
+    pool.reserve([a], 320)  # the refused batch took no page
 
 
 @pytest.mark.parametrize("chunks", [[1] * 300, [63, 1, 65, 128, 43], [260, 40]])

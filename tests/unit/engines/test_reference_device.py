@@ -90,7 +90,7 @@ def test_16_bit_weights_give_the_same_logits_bit_for_bit() -> None:
     projection = models[1].model.layers[0].self_attn.q_proj
     with pytest.raises(RuntimeError):
         projection(torch.zeros(1, 3))
-    assert projection.weight.dtype in (torch.float16, torch.bfloat16), "an error leaves the 16 bits in place"
+    assert projection.weight.dtype in (torch.float16, torch.bfloat16), "the weights have 16 bits again after an error"
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])

@@ -38,7 +38,7 @@ def test_pools_have_the_bytes_of_token_bytes_in_rows_of_16_bytes() -> None:
         assert pool_bytes == 7 * PAGE_TOKENS * layout.token_bytes, layout
         for name in ("key_pool", "value_pool"):
             dtype, shape = layout.pools(1)[name]
-            assert ITEM_BYTES[dtype] * shape[-1] % 16 == 0, "a row of codes begins at 16 bytes"
+            assert ITEM_BYTES[dtype] * shape[-1] % 16 == 0, "rows of codes start at multiples of 16 bytes"
         exact = sum(ITEM_BYTES[dtype] * prod(shape) for dtype, shape in layout.exact_buffers(2).values())
         assert exact == 2 * (2 * 3 * (4 + 5) * layout.head_dim * 2), layout
 
