@@ -101,18 +101,16 @@ def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]
         checkpoint = inspect_gguf(path).info if path.is_file() else describe_checkpoint(path, read_config(path), (), ())
     except UserError:  # a family whose cache can be counted but not judged
         return set()
-
-    def refuses(policy: KVPolicy) -> bool:
+    unserved, baseline = set(), ""
+    for name, policy in {baseline: FP16_POLICY, **policies}.items():
         try:
             policy.check_shape(checkpoint.shape)
             open_backend(config.backend).check_inputs(Job(policy, config.weights.format, checkpoint))
         except UserError:
-            return True
+            unserved.add(name)
         except MissingRequirement:  # the policy is not at fault
             pass
-        return False
-
-    return set() if refuses(FP16_POLICY) else {name for name, policy in policies.items() if refuses(policy)}
+    return set() if baseline in unserved else unserved
 
 
 def _question_keys(config: Config) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import yaml
 from markupsafe import Markup
 
 from stages.report.exhibit import BASELINE, Exhibit, shown
-from stages.verdict.report import EvaluationReport
+from stages.verdict.candidate import Candidate
 from stages.verdict.thresholds import Gate
 
 BASELINES = "fp16 baseline"
@@ -60,23 +60,15 @@ def draw_svg(specs: Sequence[Spec]) -> list[str]:
     return [str(svg) for svg in json.loads(drawn.stdout)]
 
 
-def _axis_value(value: float | None) -> float | None:
-    """Return a value for a logarithmic axis, at least FLOOR; None if it is missing or not finite."""
-    return None if value is None or not math.isfinite(value) else max(value, FLOOR)
+def _distance(kl: float | None) -> Datum:
+    """Return a mean KL, and its place on a logarithmic axis: at least FLOOR; None if it is missing or not finite."""
+    return {"exact": kl, "distance": None if kl is None or not math.isfinite(kl) else max(kl, FLOOR)}
 
 
-def _readable(exhibits: Sequence[Exhibit]) -> Iterator[tuple[Exhibit, EvaluationReport, Datum]]:
-    """Yield (candidate, report, fields of the candidate's points) for candidates with a readable report."""
-    for exhibit in exhibits:
-        candidate = exhibit.candidate
-        limit = next((check.threshold for check in candidate.checks if check.gate == Gate.MEAN_KL), None)
-        if exhibit.report is not None:
-            yield exhibit, exhibit.report, {**_point(candidate.name, candidate.verdict), "limit": limit}
-
-
-def _point(policy: str, verdict: str) -> Datum:
-    """Return the fields of every point, without secrets and invisible characters in the policy's name."""
-    return {"policy": shown(policy), "verdict": verdict}
+def _point(candidate: Candidate, verdict: str) -> Datum:
+    """Return the fields of every point, without secrets and invisible characters in the candidate's name."""
+    limit = next((check.threshold for check in candidate.checks if check.gate == Gate.MEAN_KL), None)
+    return {"policy": shown(candidate.name), "verdict": verdict, "limit": limit}
 
 
 def baseline_names(exhibits: Sequence[Exhibit]) -> dict[str, str]:
@@ -88,7 +80,7 @@ def baseline_names(exhibits: Sequence[Exhibit]) -> dict[str, str]:
 def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     """Return each policy's recovery: first for all questions, then by kind of work."""
     return [
-        {**_point(exhibit.candidate.name, check.status), "place": shown(check.where)}
+        {**_point(exhibit.candidate, check.status), "place": shown(check.where)}
         | {"value": check.value, "bound": check.bound, "limit": check.threshold}
         for exhibit in exhibits
         for check in exhibit.candidate.checks
@@ -98,22 +90,22 @@ def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
 
 def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     """Return each policy's mean KL and bytes per token, then each FP16 baseline with its noise floor."""
+    readable = [(exhibit, exhibit.report) for exhibit in exhibits if exhibit.report is not None]
     data: list[Datum] = []
-    readable = list(_readable(exhibits))
-    for _, report, point in readable:
-        whole = report.slice()
-        if report.system.kib_per_token is not None and whole is not None:
-            kl = whole.fidelity.kl_mean
-            data.append({**point, "kib": report.system.kib_per_token, "exact": kl, "distance": _axis_value(kl)})
+    for exhibit, report in readable:
+        whole, kib = report.slice(), report.system.kib_per_token
+        if kib is not None and whole is not None:
+            point = _point(exhibit.candidate, exhibit.candidate.verdict)
+            data.append({**point, "kib": kib, **_distance(whole.fidelity.kl_mean)})
     mark_front(data)
     by_rows = sorted(readable, key=lambda item: len(item[0].rows))
-    baselines = {exhibit.candidate.baseline.digest: report for exhibit, report, _ in by_rows}
+    baselines = {exhibit.candidate.baseline.digest: report for exhibit, report in by_rows}
     for digest, name in baseline_names(exhibits).items():
         if digest in baselines:
             noise, system = baselines[digest].noise, baselines[digest].baseline_system
-            exact = None if noise is None else noise.kl_mean
-            place = {"kib": system.kib_per_token, "exact": exact, "distance": _axis_value(exact) or FLOOR}
-            data.append({**_point(name, BASELINE), **place, "limit": None, "front": False})
+            distance = _distance(None if noise is None else noise.kl_mean)
+            point = {"policy": shown(name), "verdict": BASELINE, "limit": None, "front": False}
+            data.append({**point, **distance, "kib": system.kib_per_token, "distance": distance["distance"] or FLOOR})
     return data
 
 
@@ -128,14 +120,15 @@ def mark_front(data: Sequence[Datum]) -> None:
 def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     """Return the mean KL of every policy by context bin."""
     data = []
-    for exhibit, report, point in _readable(exhibits):
-        for part in report.slices:
+    for exhibit in exhibits:
+        for part in () if exhibit.report is None else exhibit.report.slices:
             if part.context is None or part.workload is not None:
                 continue
             low, high = part.context
             tokens = [row.context_tokens for row in exhibit.rows if low <= row.context_tokens < (high or math.inf)]
             length = sum(tokens) / len(tokens) if tokens else low
-            data.append({**point, "tokens": length, "distance": _axis_value(part.fidelity.kl_mean)})
+            point = _point(exhibit.candidate, exhibit.candidate.verdict)
+            data.append({**point, "tokens": length, **_distance(part.fidelity.kl_mean)})
     return data
 
 
