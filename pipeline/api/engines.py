@@ -108,18 +108,15 @@ class LoadedEngine:
 
 
 def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
-    if not isinstance(prompt, Sequence):
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, Sequence) or not messages:
         raise UserError(f"prompt: {prompt!r} is not a prompt; give a text, or a conversation")
-    messages = []
-    for message in [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt:
+    for message in messages:
         if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise UserError(f'prompt: {message!r} is not a message; give {{"role": "user", "content": "..."}}')
         if any("\ud800" <= letter <= "\udfff" for letter in message["content"]):
             raise UserError("prompt: holds half of a surrogate pair, which is not text; correct it")
-        messages.append((message["role"], message["content"]))
-    if not messages:
-        raise UserError("prompt: holds no message; give a text, or a conversation")
-    return tuple(messages)
+    return tuple((message["role"], message["content"]) for message in messages)
 
 
 @raises_refusals

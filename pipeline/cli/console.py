@@ -128,24 +128,21 @@ LOGGER.propagate = False
 
 def configure(mode: str) -> None:
     """Set the format of all output. With `json`, warnings and log records of libraries become JSON lines too."""
-    if mode != HANDLER.mode:
-        close()
+    captured, captures = HANDLER.mode == "json", mode == "json"
     HANDLER.mode = mode
     LOGGER.setLevel(logging.WARNING if mode == "quiet" else logging.INFO)
     if mode == "quiet":
         warnings.simplefilter("ignore")
-    if mode == "json":
-        logging.captureWarnings(True)
-        logging.getLogger().addHandler(HANDLER)
+    if captures != captured:
+        logging.captureWarnings(captures)
+        root = logging.getLogger()
+        (root.addHandler if captures else root.removeHandler)(HANDLER)
 
 
 def close() -> None:
-    """Undo what `configure` did to the process, except for ignored warnings."""
-    if HANDLER.mode == "json":
-        logging.captureWarnings(False)
-        logging.getLogger().removeHandler(HANDLER)
-    HANDLER.mode, HANDLER.job = "human", None
-    LOGGER.setLevel(logging.INFO)
+    """Undo what `configure` and `begin` did to the process, except for ignored warnings."""
+    configure("human")
+    end()
 
 
 def begin(job: JobPlace, model: str | None = None) -> None:

@@ -210,8 +210,9 @@ class Config(StrictModel):
                 only = " and ".join(f"stage={name}" for name, stage in STAGES.items() if key in stage.reads)
                 raise ValueError(f"{key}={written(value)}: only {only} read{'' if ' and ' in only else 's'} it; leave it out")
         keys = [key for key in self.facts.reads if attrgetter(key)(self) is not None]
-        if self.facts.needs is not None and len(keys) != 1:
-            raise ValueError(self.facts.needs)
+        if self.facts.needs_input and len(keys) != 1:
+            wanted = " or ".join(f"{key}=" for key in self.facts.reads)
+            raise ValueError(f"{self.facts.reads[0]}: stage={self.stage} needs {wanted}; give one (docs/reference.md#keys)")
         return self
 
     @property

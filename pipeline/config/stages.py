@@ -22,8 +22,8 @@ class StageFacts:
     """Use of the work directory. If "used", summary.json records the exit code, and stage=prune removes nothing meanwhile."""
     reads: tuple[str, ...] = ()
     """Keys that other stages refuse."""
-    needs: str | None = None
-    """Message if not exactly one of the keys in `reads` has a value; None if it needs none."""
+    needs_input: bool = False
+    """Whether exactly one of the keys in `reads` must have a value."""
     following: tuple[str, str] | None = None
     """The stage to suggest after it, and the reason."""
 
@@ -49,28 +49,14 @@ STAGES = {
     "evaluate": StageFacts(makes="report", tracked=True, reads=("signing.key",)),
     "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
     "rollback": StageFacts(tracked=True, needs_registered=True),
-    "verify": StageFacts(
-        work="ignored",
-        reads=("bundle",),
-        needs="bundle: missing; stage=verify needs the directory of an engine, or of its evidence",
-    ),
+    "verify": StageFacts(work="ignored", reads=("bundle",), needs_input=True),
     "audit": StageFacts(work="ignored"),
     "capacity": StageFacts(plans=True, following=("recommend", "ask which policy has evidence for this use")),
     "recommend": StageFacts(plans=True),
     "all": StageFacts(makes="report", tracked=True, promotes=True, reads=("signing.key",)),
     "tune": StageFacts(makes="tuned"),
-    "route": StageFacts(
-        tracked=True,
-        needs_registered=True,
-        reads=("routing.routes", "routing.rollback"),
-        needs="routing: stage=route needs one of routing.routes={CLASS: ENGINE} and routing.rollback=CLASS",
-    ),
-    "monitor": StageFacts(
-        tracked=True,
-        needs_registered=True,
-        reads=("monitor.snapshot",),
-        needs="monitor.snapshot: missing; stage=monitor needs the JSON file of a snapshot",
-    ),
+    "route": StageFacts(tracked=True, needs_registered=True, reads=("routing.routes", "routing.rollback"), needs_input=True),
+    "monitor": StageFacts(tracked=True, needs_registered=True, reads=("monitor.snapshot",), needs_input=True),
     "status": StageFacts(tracked=True, work="read"),
     "prune": StageFacts(tracked=True, work="read", reads=("prune.apply",)),  # it takes its own lock to remove artifacts
 }

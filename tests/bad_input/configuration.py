@@ -65,7 +65,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("stage=status -m seed=0,1", "stage=status", "leave out -m"),
     ("-m kv=int8 tracking.uri=a,b", "tracking.uri=a,b: the jobs of a sweep share it; give one value"),
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
-    ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
+    ("stage=verify", "bundle: stage=verify needs bundle=; give one"),
     ("stage=audit", "backend=onnxruntime: does not load scales"),
     ("stage=audit dry=true", "backend=onnxruntime: does not load scales"),
     ("stage=promote dry=true", "stage=promote: no candidates of model tiny"),

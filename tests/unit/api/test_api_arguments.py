@@ -103,7 +103,7 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
         ("hello", "8", "max_new_tokens='8': must be a whole number of at least 1"),
         ("\ud800", 8, "prompt: holds half of a surrogate pair, which is not text; correct it"),
         (5, 8, "prompt: 5 is not a prompt; give a text, or a conversation"),
-        ([], 8, "prompt: holds no message; give a text, or a conversation"),
+        ([], 8, "prompt: [] is not a prompt; give a text, or a conversation"),
         ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is not a message; give {"role": "user", "content": "..."}'),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_list_of_prompts_is_one_batch() -> None:
     assert engine.generate("a") == "a"
     assert engine.generate(conversation) == "b"
     assert engine.generate(["a", conversation]) == ["aa", "bb"]
-    with pytest.raises(UserError, match="holds no message"):
+    with pytest.raises(UserError, match="is not a prompt"):
         engine.generate([])
 
 
