@@ -82,48 +82,48 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
     top_level = {key: config[key] for key in TOP_LEVEL_KEYS if config.get(key) is not None}
     _refuse_contradiction(path, top_level, "rope_scaling", old)
     typed = by_layer_type(new or {})
-    read: dict[str | None, dict[str, Any]] = {}
+    by_type: dict[str | None, dict[str, Any]] = {}
     for kind, parameters in typed.items():
         place = "rope_parameters" if kind is None else f"rope_parameters.{kind}"
-        read[kind] = _check_parameters(path, place, parameters)
+        by_type[kind] = _check_parameters(path, place, parameters)
         keys = (local if kind == SLIDING and local else "rope_theta", "partial_rotary_factor")
-        _refuse_contradiction(path, {key: config[key] for key in keys if config.get(key) is not None}, place, read[kind])
-        if kind != SLIDING and read[kind]:
-            _refuse_contradiction(path, {f"rope_scaling.{key}": value for key, value in old.items()}, place, read[kind])
-    if not read and "rope_scaling" in config:
+        _refuse_contradiction(path, {key: config[key] for key in keys if config.get(key) is not None}, place, by_type[kind])
+        if kind != SLIDING and by_type[kind]:
+            _refuse_contradiction(path, {f"rope_scaling.{key}": value for key, value in old.items()}, place, by_type[kind])
+    if not by_type and "rope_scaling" in config:
         old = {"rope_type": "default"} | old
     if local is not None:
-        return Rope(_parameters_by_type(path, config, local, old, read))
-    if read and None not in read:
+        return Rope(_parameters_by_type(path, config, local, old, by_type))
+    if by_type and None not in by_type:
         raise refusal(
             path,
             f"config.json: rope_parameters has layer types, which transformers does not read for a {config['model_type']}; "
             "write the parameters that the weights were trained with directly into rope_parameters",
         )
-    stated = top_level | read.get(None, old)
+    stated = top_level | by_type.get(None, old)
     return Rope({None: stated} if stated else {})
 
 
 def _parameters_by_type(
-    path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], read: Mapping[str | None, dict[str, Any]]
+    path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], by_type: Mapping[str | None, dict[str, Any]]
 ) -> dict[str | None, dict[str, Any]]:
     """Return the parameters of a family whose sliding layers have their own rotary embedding, which is plain by default."""
-    declared, main = config.get("rope_parameters") or {}, read.get(None) or old
-    full = read.get(FULL) or {"rope_type": "default"}
-    for key, value in {} if None in read else declared.items():
-        if key not in read and value not in (None, {}):
+    declared, main = config.get("rope_parameters") or {}, by_type.get(None) or old
+    full = by_type.get(FULL) or {"rope_type": "default"}
+    for key, value in {} if None in by_type else declared.items():
+        if key not in by_type and value not in (None, {}):
             _refuse_contradiction(path, {f"rope_parameters.{key}": value}, "rope_parameters.full_attention", full)
     by_layer_type: dict[str | None, dict[str, Any]] = {}
     unstated = list[str]()
     for kind, base, scaled in ((FULL, "rope_theta", main), (SLIDING, local, {})):
         theta = config.get(base) or declared.get(base)
         top_level = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
-        stated = {key: value for key, value in top_level.items() if value is not None} | (read.get(kind) or scaled)
+        stated = {key: value for key, value in top_level.items() if value is not None} | (by_type.get(kind) or scaled)
         by_layer_type[kind] = {"rope_type": "default"} | stated if stated else {}
-        if not by_layer_type[kind] or (read and not read.get(kind) and theta is None):
+        if not by_layer_type[kind] or (by_type and not by_type.get(kind) and theta is None):
             unstated.append(kind)
     missing = next((kind for kind in unstated if kind in (config.get("layer_types") or (FULL, SLIDING))), None)
-    if missing is not None and (read or any(by_layer_type.values())):
+    if missing is not None and (by_type or any(by_layer_type.values())):
         raise refusal(path, f"config.json: rope_parameters.{missing} is missing; add it with its rope_theta")
     return {kind: parameters for kind, parameters in by_layer_type.items() if parameters}
 

@@ -80,11 +80,11 @@ def _source(module: str) -> Path | None:
 
     The file is looked up by path: importlib would import the parents of a submodule, and so torch and ModelOpt.
     """
-    package, *rest = module.split(".")
+    package, *folders = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
-    path = Path(spec.submodule_search_locations[0], *rest)
+    path = Path(spec.submodule_search_locations[0], *folders)
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 

@@ -60,19 +60,19 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 def _mask_assigned(text: str) -> str:
     """Return a text without assigned passwords. A path or a value followed by `: message` is kept."""
-    parts, done = [], 0
+    parts, end = [], 0
     for assigned in _ASSIGNED.finditer(text):
         name, separator = assigned.groups()
-        if assigned.start() < done or name.lower().endswith(_REFERENCES) or not _SECRET_NAME.search(name):
+        if assigned.start() < end or name.lower().endswith(_REFERENCES) or not _SECRET_NAME.search(name):
             continue
-        begin = max(done, assigned.start() - MAX_PATH_CHARACTERS)
+        begin = max(end, assigned.start() - MAX_PATH_CHARACTERS)
         if re.fullmatch(r":\s+", separator) and _PATH_ENDING.search(text, begin, assigned.start()):
             continue
-        parts += [text[done : assigned.end()], MASK]
+        parts += [text[end : assigned.end()], MASK]
         value = _VALUE.match(text, assigned.end())
         assert value is not None, "_ASSIGNED ends before a value"
-        done = value.end()
-    return "".join([*parts, text[done:]])
+        end = value.end()
+    return "".join([*parts, text[end:]])
 
 
 def printable(text: str) -> str:

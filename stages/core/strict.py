@@ -81,13 +81,13 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            about = os.fstat(stream.fileno())
-            if stat.S_ISDIR(about.st_mode):
+            status = os.fstat(stream.fileno())
+            if stat.S_ISDIR(status.st_mode):
                 raise Unreadable("is a directory; give a file")
-            if not stat.S_ISREG(about.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 raise Unreadable("is a pipe, a socket or a device; give a file")
-            if about.st_size > max_bytes:
-                raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {max_bytes:,} at most")
+            if status.st_size > max_bytes:
+                raise Unreadable(f"has {status.st_size:,} bytes; such a file should have {max_bytes:,} at most")
             content = stream.read(max_bytes + 1)
     except FileNotFoundError:
         raise Unreadable("no such file; give one that exists") from None

@@ -78,7 +78,7 @@ class StepResults:
         for pinned, tensor in zip(self._pinned, self._tensors, strict=True):
             pinned.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in self._tensors):
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-            done.synchronize()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            event.synchronize()
         return [pinned.numpy() for pinned in self._pinned]

@@ -51,36 +51,36 @@ def append(
     # The device decides whether to store, so that a captured step can skip sequences that its own checks refuse.
     column = tl.minimum(position // PAGE, table_width - 1)
     page = tl.load(page_table + b * table_width + column, mask=position >= 0, other=0)
-    written = (heads < H) & (position >= 0)
+    store_mask = (heads < H) & (position >= 0)
     row = ((layer.to(tl.int64) * pages + page) * H + heads) * PAGE + position % PAGE
     if SINK + RECENT > 0:
         buffer = tl.load(exact_slots + b)
-        newest = written & (buffer >= 0)
+        newest = store_mask & (buffer >= 0)
         buffer = tl.where(buffer < 0, -1 - buffer, buffer)
         slot = ((layer.to(tl.int64) * buffers + buffer) * H + heads) * (SINK + RECENT)
     else:
-        slot, newest = row, written
+        slot, newest = row, store_mask
     _append_side(
         key_new, key_scale, key_pool, key_scale_pool, key_exact,
-        layer, heads, written, newest, source, row, slot, position,
+        layer, heads, store_mask, newest, source, row, slot, position,
         H, D, R, KEY, KEY_SCALES, 1, SINK, RECENT, FP8,
     )  # fmt: skip
     _append_side(
         value_new, value_scale, value_pool, value_scale_pool, value_exact,
-        layer, heads, written, newest, source, row, slot, position,
+        layer, heads, store_mask, newest, source, row, slot, position,
         H, D, R, VALUE, VALUE_SCALES, GROUPS, SINK, RECENT, FP8,
     )  # fmt: skip
 
 
 @triton.jit
 def _append_side(
-    new, static_scale, pool, scale_pool, exact, layer, heads, written, newest, source, row, slot, position,
+    new, static_scale, pool, scale_pool, exact, layer, heads, store_mask, newest, source, row, slot, position,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr,
     SINK: tl.constexpr, RECENT: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Store the keys or the values of R heads.
 
-    `written` (R): mask of the heads to store. `newest` (R): mask of the heads that are also stored in the ring of recent
+    `store_mask` (R): mask of the heads to store. `newest` (R): mask of the heads that are also stored in the ring of recent
     tokens. `source`, `row`, `slot` (R): rows of `new`, of the pools and of the exact buffer.
     """
     # A byte of 4-bit codes holds channels d and d + D / 2, which are loaded as two tiles.
@@ -90,7 +90,7 @@ def _append_side(
     s: tl.constexpr = W // n
     group = tl.arange(0, n)
     channel = (group[:, None] * s + tl.arange(0, s)[None, :])[None, :, :]
-    inside = tl.broadcast_to(written[:, None, None], (R, n, s))
+    inside = tl.broadcast_to(store_mask[:, None, None], (R, n, s))
 
     parts = ()
     for part in tl.static_range(PARTS):
@@ -106,14 +106,14 @@ def _append_side(
     pointers = pool + row[:, None, None] * W + channel
     if DTYPE == "nvfp4":
         scale_pointers = scale_pool + row[:, None] * GROUPS + group[None, :]
-        stored = _quantize_blocks(parts, tl.load(static_scale + layer), scale_pointers, written, R, n, FP8)
+        stored = _quantize_blocks(parts, tl.load(static_scale + layer), scale_pointers, store_mask, R, n, FP8)
         stored = stored.to(pool.dtype.element_ty)
     elif static_scale is not None:
         scales = tl.load(static_scale + layer * SCALES + heads % SCALES)[:, None]
         stored = _encode(parts[0], scales, DTYPE, FP8).to(pool.dtype.element_ty)
     elif scale_pool is not None:
         scale_pointers = scale_pool + row[:, None] * GROUPS + group[None, :]
-        stored = _quantize(parts, scale_pointers, written, R, n, DTYPE, GROUPS, FP8).to(pool.dtype.element_ty)
+        stored = _quantize(parts, scale_pointers, store_mask, R, n, DTYPE, GROUPS, FP8).to(pool.dtype.element_ty)
     elif DTYPE == "bf16":
         stored = round_to_bfloat16(parts[0][0])
     else:

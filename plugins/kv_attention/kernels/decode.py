@@ -316,8 +316,8 @@ def decode_reduce(
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((D,), tl.float32)
-    for done in tl.range(0, parts, CHUNK):
-        part = done + tl.arange(0, CHUNK)
+    for chunk in tl.range(0, parts, CHUNK):
+        part = chunk + tl.arange(0, CHUNK)
         row = (first + part).to(tl.int64) * HQ + head
         present = part < parts
         part_m = tl.load(partial_ml + row * 2, mask=present, other=float("-inf"))

@@ -137,5 +137,5 @@ def encode_e2m1(steps):
     units = tl.where(magnitude < 2.0, magnitude * 2.0, tl.where(magnitude < 4.0, magnitude, magnitude * 0.5))
     above = tl.where(magnitude < 2.0, 0, tl.where(magnitude < 4.0, 2, 4))
     # The addition rounds, ties to even: see _encode of append.py.
-    whole = (units + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-    return whole + above + tl.where(steps < 0.0, 8, 0)
+    rounded = (units + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return rounded + above + tl.where(steps < 0.0, 8, 0)

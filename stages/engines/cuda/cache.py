@@ -40,7 +40,7 @@ class LayerGroup:
     """Exact tokens `key_exact` and `value_exact`, (l, M, H, E, D)."""
     scales: dict[str, Tensor]
     """Static scales `key_scale` and `value_scale`, (l, 1 or H)."""
-    read: dict[str, Tensor] = field(default_factory=dict)
+    read_scales: dict[str, Tensor] = field(default_factory=dict)
     """Key scale that attention reads after the must-fail control corrupted it; tokens are still stored with `scales`."""
     fault: Tensor | None = None
     """Factor () of the must-fail control on the keys' stored scales, or on unscaled keys."""
@@ -52,7 +52,7 @@ class LayerGroup:
 
     def attention_tensors(self, i: int) -> dict[str, Tensor]:
         """Return the tensors that attention reads in the i-th layer. Their addresses are constant until `moves` changes."""
-        return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read).items()}
+        return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read_scales).items()}
 
     def apply_fault(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
         """Multiply the scales or numbers at `slots` of `pages` by the group's fault, if `stored` is true."""
@@ -152,7 +152,7 @@ class KernelCache(SequencePages):
         """Multiply the key scales for reading the pools, for stored and future tokens. The codes do not change."""
         for group in self.groups:
             if "key_scale" in group.scales:
-                group.read["key_scale"] = group.read.get("key_scale", group.scales["key_scale"]) * factor
+                group.read_scales["key_scale"] = group.read_scales.get("key_scale", group.scales["key_scale"]) * factor
             else:
                 group.fault = torch.tensor(factor, device=self.device) * (1.0 if group.fault is None else group.fault)
                 group.paged[group.faulted_array].copy_(saturated_product(group.paged[group.faulted_array], factor))

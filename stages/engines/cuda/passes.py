@@ -153,18 +153,18 @@ class PrefillPass:
         self.model, self.cache, self.chunks = model, cache, chunks
         sequences = [cache.sequences[handle] for handle, _ in chunks]
         batch, tokens = len(chunks), sum(len(chunk) for _, chunk in chunks)
-        row, each = (torch.int32, (tokens,)), (torch.int32, (batch,))
+        per_token, per_chunk = (torch.int32, (tokens,)), (torch.int32, (batch,))
         page_counts = [page_count(sequence.length) for sequence in sequences]
         self.inputs = StagedInputs(
             {
-                "ids": row,
-                "positions": row,
+                "ids": per_token,
+                "positions": per_token,
                 "pages": (torch.int32, (tokens, 1)),
-                "row_slots": row,
+                "row_slots": per_token,
                 "starts": (torch.int32, (batch + 1,)),
                 "last": (torch.int64, (batch,)),
-                "lengths": each,
-                "exact_slots": each,
+                "lengths": per_chunk,
+                "exact_slots": per_chunk,
                 "page_table": (torch.int32, (batch, max(1, *page_counts))),
             },
             cache.device,

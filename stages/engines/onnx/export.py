@@ -155,9 +155,9 @@ def _restore_division(graph: onnx.GraphProto) -> None:
             (x,) = (name for name in node.input if name != factor)
             node.op_type = "Div"
             node.input[:] = [x, reciprocals[factor].input[0]]
-    used = {name for node in graph.node for name in node.input}
+    input_names = {name for node in graph.node for name in node.input}
     for output, node in reciprocals.items():
-        if output not in used:
+        if output not in input_names:
             graph.node.remove(node)
 
 

@@ -294,9 +294,11 @@ def _pieces(borders: Tensor, device: torch.device) -> Iterator[AttentionPiece]:
         for a, b in bands:
             column = torch.arange(a, b)
             mask = (column >= low[:, None]) & (column < high[:, None])
-            used = mask.any(0).nonzero().flatten().tolist()
-            if used:  # a layer's own window may push both borders of some rows beyond the source's last token
-                yield AttentionPiece(source, a + used[0], a + used[-1] + 1, mask[:, used[0] : used[-1] + 1].to(device))
+            columns = mask.any(0).nonzero().flatten().tolist()
+            if columns:  # a layer's own window may push both borders of some rows beyond the source's last token
+                yield AttentionPiece(
+                    source, a + columns[0], a + columns[-1] + 1, mask[:, columns[0] : columns[-1] + 1].to(device)
+                )
 
 
 def attend(

@@ -42,10 +42,10 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
     def _open(self) -> Worker:
         worker = self._load_model({}, self._checkpoint(write_faulted), server_args=self._arguments)
         try:
-            used = worker.call("facts", Resolved).arguments
+            arguments = worker.call("facts", Resolved).arguments
             expected = self._arguments["kv_cache_dtype"]
-            if expected != "auto" and used.get("kv_cache_dtype", expected) != expected:
-                raise worker.refusal(f"uses a cache of type {used['kv_cache_dtype']} instead of {expected}")
+            if expected != "auto" and arguments.get("kv_cache_dtype", expected) != expected:
+                raise worker.refusal(f"uses a cache of type {arguments['kv_cache_dtype']} instead of {expected}")
         except BaseException:
             worker.close()
             raise

@@ -125,20 +125,20 @@ class PlanEngine(PagedEngine):
         """Prefill prompts like ChunkedEngine, but with chunks of several prompts in one run."""
         handles: list[int] = []
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
-        done = [0] * len(prompts)
+        prefilled = [0] * len(prompts)
         try:
             for prompt in prompts:
                 handles.append(self._start())
                 self._reserve(handles[-1:], len(prompt))
-            while any(lengths := [len(prompt) - stored for prompt, stored in zip(prompts, done, strict=True)]):
+            while any(lengths := [len(prompt) - stored for prompt, stored in zip(prompts, prefilled, strict=True)]):
                 planned = plan_run(lengths, self.prefill_chunk, self._limits.prefill_rows)
                 sizes = [size for _, size in planned]
                 ids = np.zeros((len(planned), max(sizes)), np.int64)
                 for row, (i, size) in zip(ids, planned, strict=True):
-                    row[:size] = prompts[i][done[i] : done[i] + size]
+                    row[:size] = prompts[i][prefilled[i] : prefilled[i] + size]
                 logits[[i for i, _ in planned]] = self._run_chunks("prefill", [handles[i] for i, _ in planned], ids, sizes)
                 for i, size in planned:
-                    done[i] += size
+                    prefilled[i] += size
         except BaseException:
             self.release(handles)
             raise

@@ -36,9 +36,10 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the calibrated scales and the scales in the bundle, which TensorRT-LLM uses to read its cache."""
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
-        used = self._record.kv_scales or [1.0] * len(carried)
+        used_scales = self._record.kv_scales or [1.0] * len(carried)
         return [
-            LayerDelivery(file, {Side.KEY: (scale,), Side.VALUE: (scale,)}) for file, scale in zip(carried, used, strict=True)
+            LayerDelivery(file, {Side.KEY: (scale,), Side.VALUE: (scale,)})
+            for file, scale in zip(carried, used_scales, strict=True)
         ]
 
     def corrupt_key_scale(self, factor: float) -> None:

@@ -52,8 +52,8 @@ def audit(path: Path) -> Audit:
         else:
             problems.append(f"{tensor.name}: vLLM does not read this name")
     carried = scales_by_layer(tensors, model.kv.layers)
-    used = [_used_scales(number, scales, method, scheme, model, problems) for number, scales in enumerate(loaded)]
-    layers = [LayerDelivery(carried=stored, used=loaded) for stored, loaded in zip(carried, used, strict=True)]
+    used_scales = [_used_scales(number, scales, method, scheme, model, problems) for number, scales in enumerate(loaded)]
+    layers = [LayerDelivery(carried=stored, used=loaded) for stored, loaded in zip(carried, used_scales, strict=True)]
     return Audit(f"vLLM {' and '.join(AUDITED_RELEASES)}, {method or 'no quantization declared'}", layers, problems)
 
 

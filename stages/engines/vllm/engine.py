@@ -94,11 +94,14 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
 
         A policy whose scales are all 1.0 needs no scales in the checkpoint, because 1.0 is vLLM's default.
         """
-        used = self._read_facts().scales
+        loaded_scales = self._read_facts().scales
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         if self._record.kv_scales_in_checkpoint:
             carried = stored_scales(self._bundle / CHECKPOINT, self.shape.layers)
-        return [LayerDelivery(dict(stored), self._scales_by_side(layer)) for stored, layer in zip(carried, used, strict=True)]
+        return [
+            LayerDelivery(dict(stored), self._scales_by_side(layer))
+            for stored, layer in zip(carried, loaded_scales, strict=True)
+        ]
 
     def _scales_by_side(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
         """Return the scales that a layer reads. With several workers vLLM repeats a shared scale for each head."""

@@ -54,9 +54,9 @@ def describe() -> dict[str, Any]:
 
 def build(flags: list[str]) -> dict[str, Any]:
     """Run trtllm-build with its output on stderr. Raises RuntimeError if it fails."""
-    done = subprocess.run([sys.executable, "-m", BUILD_MODULE, *flags], check=False, stdin=subprocess.DEVNULL, stdout=2)
-    if done.returncode != 0:
-        raise RuntimeError(f"trtllm-build ended with {done.returncode}")
+    completed = subprocess.run([sys.executable, "-m", BUILD_MODULE, *flags], check=False, stdin=subprocess.DEVNULL, stdout=2)
+    if completed.returncode != 0:
+        raise RuntimeError(f"trtllm-build ended with {completed.returncode}")
     return {}
 
 
@@ -75,16 +75,16 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
     cache = {**llm_args["kv_cache_config"], **_disabled_switches(KvCacheConfig)}
     pinned = {**llm_args, **_disabled_switches(TorchLlmArgs), "kv_cache_config": cache}
     try:  # like trtllm-serve
-        read = TorchLlmArgs(**update_llm_args_with_extra_dict({"model": model}, copy.deepcopy(pinned)))
+        parsed = TorchLlmArgs(**update_llm_args_with_extra_dict({"model": model}, copy.deepcopy(pinned)))
     except ValueError as error:
         raise ValueError(_first_problem(error)) from error
-    arguments = read.model_dump(mode="json")
+    arguments = parsed.model_dump(mode="json")
     refused = ""
     try:
-        ModelLoader(read)._update_from_hf_quant_config()
+        ModelLoader(parsed)._update_from_hf_quant_config()
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
-    quantization = {name: getattr(read.quant_config, name) for name in ("quant_algo", "kv_cache_quant_algo")}
+    quantization = {name: getattr(parsed.quant_config, name) for name in ("quant_algo", "kv_cache_quant_algo")}
     return {"arguments": arguments, "pinned": pinned, "quantization": quantization, "refused": refused}
 
 

@@ -135,7 +135,7 @@ class VllmModel:
         for prompt in prompts:
             # Early prompts decode while later ones are prefilled. With the extra tokens all decode together long enough.
             self._add(prompt, tokens + len(prompts))
-        steps, used, arrived, began = [], 0, 0, time.perf_counter()
+        steps, peak_blocks, arrived, began = [], 0, 0, time.perf_counter()
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
             now = time.perf_counter()
@@ -143,10 +143,10 @@ class VllmModel:
             if len(counts) == len(prompts) and min(counts) > arrived > 0:
                 steps.append((now - began) * 1e3)
             arrived, began = (min(counts), now) if len(counts) == len(prompts) else (0, now)
-            used = max(used, self.cache.used_blocks())
+            peak_blocks = max(peak_blocks, self.cache.used_blocks())
         if len(steps) < tokens - 1:
             raise RuntimeError(f"only {len(steps)} of {tokens - 1} steps decoded all {len(prompts)} prompts together")
-        return {"first_token_ms": first, "step_ms": steps[-(tokens - 1) :], "blocks": used}
+        return {"first_token_ms": first, "step_ms": steps[-(tokens - 1) :], "blocks": peak_blocks}
 
 
 def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
