@@ -237,11 +237,11 @@ class Worker:
                     f"backend.python={self._python}: {self.program.library} was ended by {signal.Signals(-code).name} in {op}: "
                     "out of memory? free some memory, or lower the size of the cache or of the batch"
                 ) from None
-            raise self._lost(
+            raise self._kill_and_describe(
                 f"backend.python={self._python}: {self.program.library} {ended} in {op}; give a Python with the library"
             ) from None
         except TimeoutError:
-            raise self._lost(
+            raise self._kill_and_describe(
                 f"backend.python={self._python}: {self.program.library} did not answer {op} within {limit:g} s; find out what "
                 "it waits for, and run it again"
             ) from None
@@ -293,7 +293,9 @@ class Worker:
                     raise EOFError
                 self._buffer += chunk
             if len(self._buffer) > ANSWER_BYTES:
-                raise self._lost(f"backend.python={self._python}: answered {op} with more than {ANSWER_BYTES >> 20} MiB")
+                raise self._kill_and_describe(
+                    f"backend.python={self._python}: answered {op} with more than {ANSWER_BYTES >> 20} MiB"
+                )
         line, _, self._buffer = self._buffer.partition(b"\n")
         return bytes(line)
 
@@ -305,16 +307,19 @@ class Worker:
         if isinstance(response, dict) and isinstance(response.get("error"), str):
             raise WorkerError(short(" ".join(response["error"].split()), MAX_ERROR_CHARACTERS))
         if not isinstance(response, dict) or "ok" not in response:
-            raise self._lost(f"backend.python={self._python}: answered {op} with {line[:200]!r}, which is not JSON of a worker")
+            raise self._kill_and_describe(
+                f"backend.python={self._python}: answered {op} with {line[:200]!r}, which is not JSON of a worker"
+            )
         try:
             return answer.model_validate(response["ok"])
         except ValidationError as error:
-            raise self._lost(
+            raise self._kill_and_describe(
                 f"backend.python={self._python}: its worker does not match this kvgate: it answered {op} with "
                 f"{line[:200]!r} ({first_problem(error, 'ok')})"
             ) from None
 
-    def _lost(self, text: str) -> UserError:
+    def _kill_and_describe(self, text: str) -> UserError:
+        """Kill the worker; return a UserError that begins with `text` and quotes the last line of output."""
         self._kill()
         line = self.last_line()
         return UserError(f"{text}{f'; its last output: {line}' if line else ''}")

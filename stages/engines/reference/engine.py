@@ -178,11 +178,11 @@ class TorchEngine(ChunkedEngine):
     def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
         fed = Fed(tokens, [(first, False), (len(tokens) - first, True)])
         spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
-        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._whole(spans)], known)
+        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._one_pass_view(spans)], known)
         logits: Logits = self._logits(hidden[:, first:])[0]
         return logits
 
-    def _whole(self, spans: Sequence[Span]) -> View:
+    def _one_pass_view(self, spans: Sequence[Span]) -> View:
         """Return the view of a sequence that is computed in one pass."""
         if self._keeps_heavy:
             return HeavyView(self._heavy_caches(), spans, "the sequence")
@@ -247,7 +247,7 @@ class TorchEngine(ChunkedEngine):
         for fed, layers, (origin, begin) in zip(sequences, caches, origins, strict=True):
             spans = fed.spans(self.prefill_chunk, itself=self.reads_itself, begin=begin)
             if self._keeps_heavy:
-                parts.append([self._whole(spans) for _ in range(passes)])
+                parts.append([self._one_pass_view(spans) for _ in range(passes)])
                 continue
             blocks, rows = self._plan(spans), list[OnePassView]()
             for number in range(passes):

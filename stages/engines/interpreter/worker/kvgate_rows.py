@@ -12,7 +12,7 @@ STEPS = ".steps"
 """Suffix of the file that lists the steps whose rows were written, one per line."""
 
 
-def installation(release: str, **extra: Any) -> dict[str, Any]:
+def describe_installation(release: str, **extra: Any) -> dict[str, Any]:
     """Return the answer to `describe`: the library's release and this process's visible GPUs in CUDA's order."""
     import torch
 
@@ -30,7 +30,7 @@ def run(
     """Answer `run`. `generate(prompts, requests, paths)` returns each request's tokens and writes its rows to its path."""
     paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
     generated = generate([request.pop("prompt") for request in requests], requests, paths)
-    return {"answers": [checked_answer(*row) for row in zip(paths, requests, generated, strict=True)]}
+    return {"answers": [check_answer(*row) for row in zip(paths, requests, generated, strict=True)]}
 
 
 def force_token(row: Any, generated: Sequence[int], forced: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ def write_row(path: str, request: dict[str, Any], step: int, row: Any) -> None:
         steps.write(f"{step}\n")
 
 
-def checked_answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+def check_answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
     """Return the answer to a request. Raises RuntimeError if a forced token was not chosen or a row is missing."""
     forced, steps = request["forced"], Path(path + STEPS)
     if len(tokens) != request["tokens"] or list(tokens[: len(forced)]) != forced:

@@ -17,7 +17,7 @@ def describe() -> dict[str, Any]:
     """Return the installed release and the visible GPUs."""
     import sglang
 
-    described: dict[str, Any] = kvgate_rows.installation(sglang.__version__)
+    described: dict[str, Any] = kvgate_rows.describe_installation(sglang.__version__)
     return described
 
 
@@ -62,7 +62,7 @@ class SglangModel:
         outputs = self.engine.generate(
             input_ids=prompts,
             sampling_params=[
-                {**_greedy(request["tokens"]), "custom_params": {forcing.REQUEST: request, forcing.ROWS: path}}
+                {**_greedy_params(request["tokens"]), "custom_params": {forcing.REQUEST: request, forcing.ROWS: path}}
                 for request, path in zip(requests, paths, strict=True)
             ],
             custom_logit_processor=forcing.SglangForcedTokens.to_str(),
@@ -74,11 +74,11 @@ class SglangModel:
         first = []
         for prompt in prompts:
             began = time.perf_counter()
-            self.engine.generate(input_ids=[prompt], sampling_params=[_greedy(1)])
+            self.engine.generate(input_ids=[prompt], sampling_params=[_greedy_params(1)])
             first.append((time.perf_counter() - began) * 1e3)
         arrived = [0] * len(prompts)
         times: list[float] = []
-        stream = self.engine.generate(input_ids=prompts, sampling_params=[_greedy(tokens)] * len(prompts), stream=True)
+        stream = self.engine.generate(input_ids=prompts, sampling_params=[_greedy_params(tokens)] * len(prompts), stream=True)
         for chunk in stream:
             arrived[chunk["index"]] = chunk["meta_info"]["completion_tokens"]
             while len(times) < min(arrived):
@@ -91,7 +91,7 @@ class SglangModel:
         }
 
 
-def _greedy(tokens: int) -> dict[str, Any]:
+def _greedy_params(tokens: int) -> dict[str, Any]:
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
 
 

@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
     """
     import tensorrt_llm
 
-    described: dict[str, Any] = kvgate_rows.installation(tensorrt_llm.__version__)
+    described: dict[str, Any] = kvgate_rows.describe_installation(tensorrt_llm.__version__)
     driver = ""
     if described["devices"] and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -118,7 +118,7 @@ class TrtllmModel:
     def generate(self, prompts: list[list[int]], requests: list[dict[str, Any]], paths: list[str]) -> list[Any]:
         """Return each request's tokens, and write its rows to its file."""
         sampling = [
-            _greedy(request["tokens"], logits_processor=kvgate_forcing.ForcedTokens(request, path))
+            _greedy_params(request["tokens"], logits_processor=kvgate_forcing.ForcedTokens(request, path))
             for request, path in zip(requests, paths, strict=True)
         ]
         salt = {"cache_salt": [_salt() for _ in prompts]} if self.salts else {}
@@ -146,7 +146,7 @@ class TrtllmModel:
     async def _arrivals(self, prompt: list[int], tokens: int) -> list[float]:
         times: list[float] = []
         salt = {"cache_salt": _salt()} if self.salts else {}
-        async for output in self.llm.generate_async(prompt, _greedy(tokens), streaming=True, **salt):
+        async for output in self.llm.generate_async(prompt, _greedy_params(tokens), streaming=True, **salt):
             arrived = len(output.outputs[0].token_ids) - len(times)
             times += [time.perf_counter()] * arrived
         if len(times) != tokens:
@@ -159,7 +159,7 @@ def _salt() -> str:
     return uuid.uuid4().hex
 
 
-def _greedy(tokens: int, **extra: Any) -> Any:
+def _greedy_params(tokens: int, **extra: Any) -> Any:
     from tensorrt_llm import SamplingParams
 
     return SamplingParams(max_tokens=tokens, end_id=-1, top_k=1, ignore_eos=True, detokenize=False, **extra)

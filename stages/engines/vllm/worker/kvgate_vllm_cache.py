@@ -108,7 +108,7 @@ def _corrupt_keys(worker: Any, factor: float) -> None:
     for layer in _layers(worker):
         scaled = layer.kv_cache_dtype.startswith(SCALED) and not layer.kv_cache_dtype.endswith(UNSCALED)
         write = layer.impl.do_kv_cache_update
-        layer.impl.do_kv_cache_update = _scaled_reading(write, factor) if scaled else _scaled_write(write, factor)
+        layer.impl.do_kv_cache_update = _with_faulted_scale(write, factor) if scaled else _with_faulted_keys(write, factor)
 
 
 def _read_stored(worker: Any, blocks: list[int], length: int) -> Any:
@@ -140,7 +140,9 @@ def _numbers(layer: Any, side: str) -> list[float]:
     return [float(x) for x in scale.flatten().tolist()]
 
 
-def _scaled_reading(write: Any, factor: float) -> Any:
+def _with_faulted_scale(write: Any, factor: float) -> Any:
+    """Return a cache update that writes codes with the correct scale, although the layer has `factor` times that scale."""
+
     def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
         # Change the tensor in place: it is a parameter of the layer in some releases and a buffer in others.
         exact, number = layer._k_scale.detach().clone(), layer._k_scale_float
@@ -155,7 +157,9 @@ def _scaled_reading(write: Any, factor: float) -> Any:
     return update
 
 
-def _scaled_write(write: Any, factor: float) -> Any:
+def _with_faulted_keys(write: Any, factor: float) -> Any:
+    """Return a cache update that stores `factor` times each key."""
+
     def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
         return write(layer, key * factor, value, kv_cache, slot_mapping)
 

@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
     platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else current_platform.device_type
     refused = {name: reason for name in names if (reason := kvgate_vllm_cache.refusal(platform, name))}
     extra = {"platform": platform, "cache_dtypes": names, "refused": refused}
-    described: dict[str, Any] = kvgate_rows.installation(vllm.__version__, **extra)
+    described: dict[str, Any] = kvgate_rows.describe_installation(vllm.__version__, **extra)
     return described
 
 
@@ -158,7 +158,7 @@ def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
     import numpy as np
 
     completion = output.outputs[0]
-    answer: dict[str, Any] = kvgate_rows.checked_answer(path, request, completion.token_ids)
+    answer: dict[str, Any] = kvgate_rows.check_answer(path, request, completion.token_ids)
     rows = np.memmap(path, "<f4", "r", shape=tuple(answer["shape"]))
     for step, row in enumerate(rows.astype(np.float64), start=request["skip"]):
         if not np.isfinite(row).all():
