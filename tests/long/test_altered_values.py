@@ -1,4 +1,4 @@
-"""stage=verify notices every altered value, whatever the value is now."""
+"""stage=verify detects every altered value in a copy of the evidence."""
 
 import json
 import math
@@ -18,12 +18,12 @@ from stages.evaluate.inputs import tokens
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.workloads.config import WorkloadsConfig
 
-STRANGE: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -1e308, math.nan, math.inf]
+UNUSUAL_VALUES: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -1e308, math.nan, math.inf]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of an engine and its evidence: 60 rows, which are decided fast, of the first of two rounds."""
+    """A copy of an engine and its evidence. Its verdict has only 60 rows, of the first of two rounds, so that it is fast."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("helpers.verdicts.reports.CLASSES", dict.fromkeys(CLASSES, 15))
         judged = judged_engine(tmp_path_factory.mktemp("store"), measured={"planned_rounds": 2})
@@ -32,23 +32,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encode equal samples once. Rendering them takes most of the time of a verification."""
-    known: dict[str, list[tokens.EncodedSample]] = {}
+    """Encode equal samples only once, because that takes most of the time of a verification."""
+    cache: dict[str, list[tokens.EncodedSample]] = {}
     encode_rounds = tokens.encode_rounds
 
     def encode(
         samples: Sequence[Sample], tokenizer: tokens.BundleTokenizer, config: WorkloadsConfig
     ) -> list[tokens.EncodedSample]:
         key = config.model_dump_json()
-        if key not in known:
-            known[key] = encode_rounds(samples, tokenizer, config)
-        return known[key]
+        if key not in cache:
+            cache[key] = encode_rounds(samples, tokenizer, config)
+        return cache[key]
 
     monkeypatch.setattr(tokens, "encode_rounds", encode)
 
 
 def other_than(value: Any) -> Any:
-    """Return another number or text; for other types, return whether the value is falsy."""
+    """Return a different value: another number or text, or the negation of other types."""
     if isinstance(value, str):
         return f"{value}x"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -56,8 +56,8 @@ def other_than(value: Any) -> Any:
     return not value
 
 
-def matters(name: str, place: tuple[Any, ...]) -> bool:
-    """Return whether to alter a value: names of an identity may change, and samples.jsonl has rows like the control's."""
+def is_checked(name: str, place: tuple[Any, ...]) -> bool:
+    """Return whether to alter a value. Names in an identity may change, and samples.jsonl covers the fields of rows."""
     if name == IDENTITY_FILE:
         return place not in (("kvgate",), ("model",)) and place[-1] not in ("title", "reason")
     return name != REPORT_FILE or place[:2] != ("control", "rows") or len(place) == 2
@@ -67,26 +67,26 @@ def alterations(name: str, content: Any, chance: random.Random) -> Iterator[list
     """Yield the places to alter together: one place of every field, then each field of a row in all rows."""
     by_field: dict[str, list[tuple[Any, ...]]] = {}
     for place in places(content):
-        if isinstance(place[-1], str) and matters(name, place):
+        if isinstance(place[-1], str) and is_checked(name, place):
             by_field.setdefault(place[-1], []).append(place)
-    for found in by_field.values():
-        yield [chance.choice(found)]
+    for field_places in by_field.values():
+        yield [chance.choice(field_places)]
     if name == SAMPLES_FILE:
         yield from by_field.values()
 
 
 @pytest.mark.usefixtures("encoded_once")
 @pytest.mark.parametrize("name", [IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE])
-def test_an_altered_or_strange_value_is_noticed_and_is_no_defect(small: Path, name: str) -> None:
-    """Only names, the signer, and gates by which the verdict stays may change unnoticed in a copy.
+def test_an_altered_value_is_refused_without_a_crash(small: Path, name: str) -> None:
+    """Names, the signer, and gates that give the same verdict may change in a copy.
 
-    They change the digest, which is shown, and a trusted key notices every change.
+    Such changes alter the printed digest, and a signature with a trusted key detects them.
     """
     chance, text = random.Random(0), (small / name).read_text()
     original = [json.loads(row) for row in text.splitlines()] if name == SAMPLES_FILE else json.loads(text)
     for altered in alterations(name, original, chance):
         value = at(original, altered[0])
-        others = other_than(value), chance.choice([strange for strange in STRANGE if strange != value])
+        others = other_than(value), chance.choice([unusual for unusual in UNUSUAL_VALUES if unusual != value])
         for other in others if name == SAMPLES_FILE else [chance.choice(others)]:
             content = replaced(original, altered, other)
             rows = content if name == SAMPLES_FILE else [content]

@@ -1,4 +1,4 @@
-"""kvgate's Python API: a user's process runs evaluations and engines, and is otherwise left unchanged."""
+"""The Python API: evaluations and engines run in the user's process and leave its settings unchanged."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from pipeline.registry import summary
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "examples" / "own_samples.jsonl"
-ASKS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "workloads": "jsonl",
     "workloads.jsonl": SAMPLES,
     "workloads.stress_test": {"max_tokens": 128, "decode_steps": 8, "offset_steps": 1, "max_batch": 2, "requests": 2},
@@ -35,8 +35,8 @@ ASKS: dict[str, Any] = {
     "gates.max_ruined_share": 0.1,
 }
 """The example's samples, and settings that make a run short."""
-COPIED = "04 Bergen 14 Tartu"
-ASKED = f"Copy:\n{COPIED}"
+ANSWER = "04 Bergen 14 Tartu"
+QUESTION = f"Copy:\n{ANSWER}"
 
 
 def arguments(values: dict[str, Any]) -> list[str]:
@@ -63,36 +63,36 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def judged(work: Path) -> Evaluation:
     """A passing candidate, which the command line has promoted."""
-    result = evaluate("tiny", "int8", workdir=work, **ASKS)
+    result = evaluate("tiny", "int8", workdir=work, **SETTINGS)
     assert result.verdict == "PASS", result.reasons
-    assert run_command("stage=promote", f"workdir={work}", *arguments(ASKS)) == 0
+    assert run_command("stage=promote", f"workdir={work}", *arguments(SETTINGS)) == 0
     return result
 
 
-def test_an_evaluation_is_a_verdict_with_its_typed_report(judged: Evaluation, work: Path) -> None:
+def test_an_evaluation_has_a_verdict_and_a_typed_report(judged: Evaluation, work: Path) -> None:
     assert (judged.verdict, judged.candidate.policy) == ("PASS", "int8"), judged.reasons
     assert {check.status for check in judged.checks} <= {"PASS", "WARNING"}
     assert judged.report.engine_digest == judged.candidate.engine.digest
     assert len(judged.rows) == judged.report.samples == 44
     assert judged.report.overall.fidelity.kl_mean == judged.candidate.metrics["quality/kl_mean"]
-    assert judged.candidate.version, "it is tracked"
+    assert judged.candidate.version, "the evaluation is tracked"
     assert summary.load(work).candidates == (judged.candidate,)
     assert repr(judged).startswith("Evaluation(int8 of tiny: PASS up to ")
 
 
 def test_the_command_line_reuses_the_apis_artifacts_and_verdict(judged: Evaluation, work: Path) -> None:
-    made = set((work / "artifacts").glob("*/*"))
-    assert run_command("stage=evaluate", "kv=int8", f"workdir={work}", *arguments(ASKS)) == 0
-    assert set((work / "artifacts").glob("*/*")) == made
+    artifacts = set((work / "artifacts").glob("*/*"))
+    assert run_command("stage=evaluate", "kv=int8", f"workdir={work}", *arguments(SETTINGS)) == 0
+    assert set((work / "artifacts").glob("*/*")) == artifacts
     (again,) = summary.load(work).candidates
     assert (again.identity, again.version) == (judged.candidate.identity, "1")
 
 
-def test_a_fail_is_a_result_and_a_second_evaluation_works(
+def test_a_failed_verdict_is_returned_and_nothing_is_printed(
     judged: Evaluation, work: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    failed = evaluate("tiny", "int4_tensor", workdir=work, tracking="none", **ASKS)
-    assert capfd.readouterr() == ("", ""), "nothing is printed that was not asked for"
+    failed = evaluate("tiny", "int4_tensor", workdir=work, tracking="none", **SETTINGS)
+    assert capfd.readouterr() == ("", ""), "nothing is printed without verbose=True"
     assert failed.verdict == "FAIL"
     assert any(check.status == "FAIL" for check in failed.checks)
     assert summary.load(work).exit_code == 3
@@ -100,11 +100,11 @@ def test_a_fail_is_a_result_and_a_second_evaluation_works(
 
 
 @pytest.mark.usefixtures("judged")
-def test_the_users_process_stays_as_it_was(
+def test_the_users_process_is_unchanged(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "theirs.yaml").write_text("own: 7\n")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "which MLflow overwrites")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "overwritten by MLflow")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/theirs.db")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     streams, argv, environment = (sys.stdout, sys.stderr), list(sys.argv), os.environ.get("MLFLOW_TRACKING_URI")
@@ -112,7 +112,7 @@ def test_the_users_process_stays_as_it_was(
         with initialize_config_dir(str(tmp_path), version_base="1.2"):
             theirs = GlobalHydra.instance().hydra
             uri: dict[str, Any] = {"tracking.uri": f"sqlite:///{work}/mlflow.db"}
-            result = evaluate("tiny", "int8", workdir=work, verbose=True, **uri, **ASKS)
+            result = evaluate("tiny", "int8", workdir=work, verbose=True, **uri, **SETTINGS)
             assert GlobalHydra.instance().hydra is theirs
             assert hydra_compose("theirs").own == 7
         assert mlflow.get_tracking_uri() == f"sqlite:///{tmp_path}/theirs.db"
@@ -120,7 +120,7 @@ def test_the_users_process_stays_as_it_was(
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
     assert result.verdict == "PASS"
-    assert "PASS int8: keeps " in capsys.readouterr().out, "as it was asked for"
+    assert "PASS int8: keeps " in capsys.readouterr().out, "verbose=True prints the verdict"
     assert handlers == {number: signal.getsignal(number) for number in handlers}
     assert (streams, argv) == ((sys.stdout, sys.stderr), sys.argv)
     assert not GlobalHydra.instance().is_initialized()
@@ -129,13 +129,13 @@ def test_the_users_process_stays_as_it_was(
 @pytest.mark.parametrize(
     ("raised", "expected"), [(PermissionError(13, "Permission denied"), MissingRequirement), (KeyError("defect"), KeyError)]
 )
-def test_machine_errors_are_missing_requirements_defects_stay(
+def test_machine_errors_become_missing_requirements_and_defects_pass_through(
     raised: Exception, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("pipeline.api.evaluations.run", broken)
+    monkeypatch.setattr("pipeline.api.evaluations.run", fail)
     with pytest.raises(expected):
         evaluate("tiny", "int8", workdir=tmp_path / "work")
 
@@ -143,25 +143,25 @@ def test_machine_errors_are_missing_requirements_defects_stay(
 def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with load(judged.bundle) as engine:
-        assert engine.generate(ASKED) == COPIED
-        assert engine.generate([{"role": "user", "content": ASKED}]) == COPIED
-        assert len(engine.tokenizer.text_ids(engine.generate(ASKED, max_new_tokens=2))) <= 2
-        assert engine.memory().live_tokens == 0, "a finished answer leaves the cache"
+        assert engine.generate(QUESTION) == ANSWER
+        assert engine.generate([{"role": "user", "content": QUESTION}]) == ANSWER
+        assert len(engine.tokenizer.text_ids(engine.generate(QUESTION, max_new_tokens=2))) <= 2
+        assert engine.memory().live_tokens == 0, "the cache is free after an answer"
         assert engine.policy.name in repr(engine)
     assert repr(engine).endswith(f"closed: {judged.bundle})")
     with pytest.raises(UserError, match="was closed; load it again"):
-        engine.generate(ASKED)
+        engine.generate(QUESTION)
 
 
-def test_engines_of_another_backend_and_evidence_load(judged: Evaluation) -> None:
-    """Load the reference engine's bundle from the conformance check, and the engine from its evidence."""
+def test_bundles_of_another_backend_and_of_evidence_load(judged: Evaluation) -> None:
+    """Load the bundle of the reference engine, and the engine from the evidence of its verdict."""
     texts = {folder: (folder / "bundle.json").read_text() for folder in judged.bundle.parent.glob("[!.]*")}
     names = {folder: (folder / "kv_policy.json").read_text() for folder in texts}
     reference = next(folder for folder in texts if '"torch"' in texts[folder] and "int8" in names[folder])
     for place, backend in ((reference, "torch"), (judged.candidate.identity.path.parent, "onnxruntime")):
         with load(str(place), threads=1) as engine:
             assert (engine.backend, engine.policy.name) == (backend, "int8")
-            assert engine.generate(ASKED) == COPIED
+            assert engine.generate(QUESTION) == ANSWER
 
 
 @pytest.mark.parametrize("name", ["tiny", "kvgate-tiny"])
@@ -169,19 +169,19 @@ def test_engines_of_another_backend_and_evidence_load(judged: Evaluation) -> Non
 def test_the_champion_is_found_by_checkpoint_or_model_name(work: Path, name: str) -> None:
     with champion(name, workdir=work) as engine:
         assert isinstance(engine, LoadedEngine)
-        assert engine.bundle.is_relative_to(work), "it is still in its work directory"
-        assert engine.generate(ASKED) == COPIED
+        assert engine.bundle.is_relative_to(work), "the engine is not fetched from its work directory"
+        assert engine.generate(QUESTION) == ANSWER
 
 
 @pytest.mark.usefixtures("judged")
-def test_a_remote_champion_is_verified_and_removed_on_close(work: Path, tmp_path: Path) -> None:
+def test_a_fetched_champion_is_verified_and_removed_on_close(work: Path, tmp_path: Path) -> None:
     store = f"sqlite:///{work}/mlflow.db"
     renamed = shutil.copyfile(SAMPLES, tmp_path / "renamed.jsonl")
     with pytest.raises(MissingRequirement, match="missing: samples, made again"):
         champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere")
     with champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere", samples=renamed) as engine:
         assert not engine.bundle.is_relative_to(work)
-        assert engine.generate(ASKED) == COPIED
+        assert engine.generate(QUESTION) == ANSWER
     assert not engine.bundle.exists()
     assert list(tmp_path.iterdir()) == [renamed], "fetching writes nothing"
 
@@ -193,23 +193,25 @@ def test_an_altered_champion_is_refused(work: Path, tmp_path: Path) -> None:
     fetch = partial(champion, "tiny", tracking_uri=f"sqlite:///{work}/mlflow.db", workdir=tmp_path, samples=SAMPLES)
     wrong = {weights: "differs from the judged engine: engine: weights.bin", identity: "is not the one that the registry cites"}
     for file, expected in wrong.items():
-        kept = file.read_bytes()
-        file.write_bytes(kept + b"\n")
+        content = file.read_bytes()
+        file.write_bytes(content + b"\n")
         try:
             with pytest.raises(GateRefusal, match=expected):
                 fetch()
         finally:
-            file.write_bytes(kept)
+            file.write_bytes(content)
 
 
 @pytest.mark.usefixtures("judged")
-def test_every_block_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_blocks_of_the_documentation_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/start.md", "docs/extend.md")]
     blocks = [block for text in texts for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
     assert len(blocks) == 2
-    monkeypatch.setattr(pipeline.api, "evaluate", lambda *given, **options: evaluate(*given, **{**ASKS, **options}))
+    monkeypatch.setattr(pipeline.api, "evaluate", lambda *args, **options: evaluate(*args, **{**SETTINGS, **options}))
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "documentation", "exec"), names)
     assert names["mine"].candidate.policy == "int8_sinks"
-    assert COPIED in capsys.readouterr().out
+    assert ANSWER in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Commands with closed streams or a full disk, inside a hostile model directory, and in the notebook."""
+"""Commands with closed or full output streams, in a directory with planted code, and in the notebook."""
 
 import os
 import shutil
@@ -21,7 +21,9 @@ from nbclient import NotebookClient
         ("stage=nothing", 2, "2>&-"),
     ],
 )
-def test_closed_and_full_streams_leave_the_exit_code(redirection: str, arguments: str, code: int, tmp_path: Path) -> None:
+def test_closed_or_full_streams_do_not_change_the_exit_code(
+    redirection: str, arguments: str, code: int, tmp_path: Path
+) -> None:
     command = f"{sys.executable} -m pipeline {arguments} workdir={tmp_path}/work {redirection}"
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert ended.returncode == code, ended.stderr
@@ -31,7 +33,7 @@ def test_closed_and_full_streams_leave_the_exit_code(redirection: str, arguments
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_no_code_of_a_model_directory_runs(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_code_in_the_model_directory_does_not_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
     plant_code(checkpoint, marker)
     environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -48,13 +50,13 @@ def test_no_code_of_a_model_directory_runs(tiny_checkpoint: Path, tmp_path: Path
 NOTEBOOK = ROOT / "examples" / "kvgate.ipynb"
 
 
-def test_the_notebook_judges_two_policies_and_asks_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs_and_shows_its_stored_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     read: Any = nbformat.read  # untyped
     notebook = read(NOTEBOOK, as_version=4)
-    shown_before = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert len(shown_before) == 6, "it is stored with its outputs"
-    assert str(ROOT) not in str(shown_before)
+    stored = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert len(stored) == 6, "the notebook is stored with its outputs"
+    assert str(ROOT) not in str(stored)
     NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"stream", "execute_result", "display_data"}

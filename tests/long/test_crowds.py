@@ -1,7 +1,6 @@
 """Ten concurrent processes on one work directory and one store: six in different stages, and four that move aliases.
 
-The store is SQLite, or MLflow's server on PostgreSQL. Only children open the store, because a command starts in the same
-way.
+The store is SQLite, or MLflow's server on PostgreSQL. Only child processes open the store, as real commands do.
 """
 
 import os
@@ -39,8 +38,8 @@ HINT = "needs PostgreSQL's server (Debian: apt-get install postgresql) and psyco
 
 def require_postgres() -> Path:
     """Return the folder of PostgreSQL's programs, which Debian does not put on PATH. Skips the test without PostgreSQL."""
-    found = shutil.which("initdb")
-    folders = [Path(found).resolve().parent] if found else []
+    initdb = shutil.which("initdb")
+    folders = [Path(initdb).resolve().parent] if initdb else []
     folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     folder = next((folder for folder in folders if (folder / "pg_ctl").exists()), None)
     if folder is None or find_spec("psycopg2") is None:
@@ -109,11 +108,12 @@ ROUNDS = 2
 
 def engines_in(work: Path, store: "MlflowStore") -> Engines:
     sweeps = [path.stem for path in (work / summary.FOLDER).glob("[!.]*.json")]
-    return engines_of(store, [one for sweep in sweeps for one in summary.load(work, sweep).candidates if one.version])
+    candidates = [candidate for sweep in sweeps for candidate in summary.load(work, sweep).candidates]
+    return engines_of(store, [candidate for candidate in candidates if candidate.version])
 
 
-def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | None) -> list[str]:
-    """Do one process's part of a round; return the versions that it registered."""
+def run_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | None) -> list[str]:
+    """Run the part of one process in a round; return the versions that it registered."""
     if kind == "build":
         build(work, checkpoint, f"shared{number}")
     elif kind == "evaluate":
@@ -124,7 +124,7 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
     elif kind == "verify":
         for path in (work / "artifacts").glob("[!.]*/[!.]*"):
             manifest = read_manifest(path)
-            assert manifest is not None, f"{path} is there and not finished"
+            assert manifest is not None, f"{path} is visible but not finished"
             assert tree_files(path) == manifest["files"], path
     elif kind == "promote":
         last, store = summary.load(work), open_tracking(work, uri)
@@ -144,18 +144,18 @@ KINDS = ("build", "evaluate", "sweep", "sweep", "evaluate", "verify", "promote",
 
 def _part(number: int, work: Path, checkpoint: Path, uri: str | None, results: Any) -> None:
     try:
-        results.put((number, take_part(number % 3, work, checkpoint, KINDS[number], uri), ""))
+        results.put((number, run_part(number % 3, work, checkpoint, KINDS[number], uri), ""))
     except BaseException:
         results.put((number, [], traceback.format_exc()))
 
 
 def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serves: bool) -> None:
-    """Assert that no version or evidence is lost, that every run has ended, and that an engine serves if `serves`."""
+    """Assert that no version or evidence is lost and every run has ended. `serves`: whether there must be a champion."""
     store = open_tracking(work, uri)
     registered = store.read()
     known = registered.versions
     assert set(versions) <= known.keys()
-    assert all(one.tags["verdict"] == "PASS" and len(one.tags) <= 6 for one in known.values())
+    assert all(version.tags["verdict"] == "PASS" and len(version.tags) <= 6 for version in known.values())
     runs = store.client.search_runs([store.experiment_id], max_results=1000)
     open_runs = [(run.info.run_name, run.info.status, run.data.tags) for run in runs if run.info.status != "FINISHED"]
     assert open_runs == [], open_runs
@@ -165,18 +165,18 @@ def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serv
         assert "report.json" in {file.path for file in store.client.list_logged_model_artifacts(model.model_id)}
     assert registered.aliases.get("champion") in known or not serves
     assert list((work / "artifacts" / ".partial").glob("*/*")) == []
-    take_part(0, work, work, "verify", uri)
+    run_part(0, work, work, "verify", uri)
 
 
-def in_a_child(work: Path, job: Callable[[], object]) -> None:
+def run_in_child(work: Path, job: Callable[[], object]) -> None:
     ended = attempt(job, work)
     assert ended.code == 0, ended.traceback
 
 
-def play(work: Path, checkpoint: Path, uri: str | None = None) -> None:
-    """Run rounds of all processes at once. In the first round the store does not exist yet."""
+def run_rounds(work: Path, checkpoint: Path, uri: str | None = None) -> None:
+    """Run all processes at once, ROUNDS times. In the first round the store does not exist yet."""
     versions: list[str] = []
-    for played in range(ROUNDS):
+    for round_number in range(ROUNDS):
         results: Any = FORK.Queue()
         parts = [FORK.Process(target=_part, args=(number, work, checkpoint, uri, results)) for number in range(len(KINDS))]
         for part in parts:
@@ -184,10 +184,10 @@ def play(work: Path, checkpoint: Path, uri: str | None = None) -> None:
         ended = [results.get(timeout=300) for _ in parts]
         for part in parts:
             part.join(60)
-        failed = [(KINDS[number], said) for number, _, said in ended if said]
-        assert failed == [], "\n".join(said for _, said in failed)
+        failed = [(KINDS[number], error) for number, _, error in ended if error]
+        assert failed == [], "\n".join(error for _, error in failed)
         versions += [version for _, registered, _ in ended for version in registered]
-        in_a_child(work, partial(check_nothing_is_lost, work, uri, versions, serves=played > 0))
+        run_in_child(work, partial(check_nothing_is_lost, work, uri, versions, serves=round_number > 0))
 
 
 @pytest.fixture
@@ -197,9 +197,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_nothing_is_lost_on_sqlite(checkpoint: Path, tmp_path: Path) -> None:
-    play(tmp_path / "work", checkpoint)
+    run_rounds(tmp_path / "work", checkpoint)
 
 
 def test_nothing_is_lost_on_a_server_with_postgresql(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database, mlflow_server(database, tmp_path / "artifacts") as address:
-        play(tmp_path / "work", checkpoint, address)
+        run_rounds(tmp_path / "work", checkpoint, address)

@@ -1,4 +1,4 @@
-"""Sweeps with every installed launcher: verdicts, order, exit codes, output, killed workers, interrupts.
+"""Sweeps with every installed launcher: verdicts, order, exit codes, output, killed workers and interrupts.
 
 Every job is a small evaluation whose seed selects the outcome (`helpers/commands/small_sweeps/sitecustomize.py`).
 """
@@ -30,8 +30,8 @@ LAUNCHERS = {
     "submitit_local": ("hydra/launcher=submitit_local",),
     "ray": ("hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"),
 }
-HERE = [name for name in LAUNCHERS if name != "ray" or find_spec("ray") is not None]
-BESIDE = [name for name in HERE if name != "basic"]
+INSTALLED = [name for name in LAUNCHERS if name != "ray" or find_spec("ray") is not None]
+MULTIPROCESS = [name for name in INSTALLED if name != "basic"]
 """Launchers that run jobs in separate processes."""
 
 SWEEPS = [
@@ -45,11 +45,11 @@ SWEEPS = [
     ),
     ("1,2", 1, {}, ["job 1 of 2 fp8 seed=1: a defect of kvgate (RuntimeError: planted)"]),
 ]
-"""Seeds, exit code, verdicts and messages. The third case runs with every launcher."""
+"""(seeds, exit code, verdicts, messages). The third case runs with every launcher."""
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepOutcome:
     """Result of a sweep."""
 
     code: int
@@ -64,7 +64,7 @@ class Swept:
 
 
 @contextmanager
-def started(folder: Path, seeds: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def start_sweep(folder: Path, seeds: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start a sweep over seeds in `folder`, with output to the files `stdout` and `stderr` there."""
     path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "helpers" / "commands" / "small_sweeps")))
     inherited = os.environ.get("PYTHONPATH")  # a launcher may be installed there
@@ -82,51 +82,51 @@ def started(folder: Path, seeds: str, *arguments: str) -> Iterator[subprocess.Po
             process.wait()
 
 
-def ended(folder: Path, process: subprocess.Popen[str], seconds: float = 500) -> Swept:
-    """Wait for the end of a sweep, and assert that none of its processes is left."""
+def wait_for_end(folder: Path, process: subprocess.Popen[str], seconds: float = 500) -> SweepOutcome:
+    """Wait for the end of a sweep, and assert that all of its processes have ended."""
     code = process.wait(seconds)
     await_none_with(folder)
     summary = json.loads((folder / "work" / "summary.json").read_text())
-    return Swept(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), summary)
+    return SweepOutcome(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), summary)
 
 
-def sweep(folder: Path, seeds: str, *arguments: str) -> Swept:
+def sweep(folder: Path, seeds: str, *arguments: str) -> SweepOutcome:
     """Run an untracked sweep over seeds in `folder`."""
-    with started(folder, seeds, "tracking=none", *arguments) as process:
-        return ended(folder, process)
+    with start_sweep(folder, seeds, "tracking=none", *arguments) as process:
+        return wait_for_end(folder, process)
 
 
 def wait_for(folder: Path, pattern: str, count: int = 1, seconds: float = 300) -> list[Path]:
     """Wait until `count` files below the work directory match; return the matches."""
     end = time.monotonic() + seconds
-    while len(found := sorted((folder / "work").glob(pattern))) < count:
+    while len(matches := sorted((folder / "work").glob(pattern))) < count:
         assert time.monotonic() < end, (folder / "stderr").read_text()
         time.sleep(0.1)
-    return found
+    return matches
 
 
 @pytest.mark.parametrize(
-    ("launcher", "seeds", "code", "candidates", "said"),
-    [(launcher, *one) for launcher in HERE for one in (SWEEPS if launcher == "basic" else SWEEPS[2:3])],
+    ("launcher", "seeds", "code", "candidates", "messages"),
+    [(launcher, *case) for launcher in INSTALLED for case in (SWEEPS if launcher == "basic" else SWEEPS[2:3])],
 )
 def test_every_launcher_gives_the_same_verdicts_and_exit_code(
-    launcher: str, seeds: str, code: int, candidates: dict[str, str], said: list[str], tmp_path: Path
+    launcher: str, seeds: str, code: int, candidates: dict[str, str], messages: list[str], tmp_path: Path
 ) -> None:
     swept = sweep(tmp_path, seeds, *LAUNCHERS[launcher])
     assert swept.code == code, swept.stderr
-    found = [(candidate["name"], candidate["verdict"]) for candidate in swept.summary["candidates"]]
-    assert found == list(candidates.items())
+    verdicts = [(candidate["name"], candidate["verdict"]) for candidate in swept.summary["candidates"]]
+    assert verdicts == list(candidates.items())
     assert (swept.summary["exit_code"], len(swept.summary["exit_codes"])) == (code, len(swept.summary["names"]))
-    for line in said:
+    for line in messages:
         assert swept.stderr.count(line) == 1, swept.stderr
-    if not launcher.startswith("submitit"):  # the output of its jobs is in files
+    if not launcher.startswith("submitit"):  # submitit writes the output of jobs to files
         assert sum(line.startswith("judged ") for line in swept.stdout.splitlines()) == len(candidates), swept.stdout
-    if launcher != "ray":  # it prints the native output of workers on stdout
+    if launcher != "ray":  # ray prints the native output of workers on stdout
         assert "noise" not in swept.stdout
 
 
-@pytest.mark.parametrize("launcher", BESIDE)
-def test_a_killed_worker_is_named_and_running_it_again_goes_on(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", MULTIPROCESS)
+def test_a_killed_worker_is_reported_and_a_second_run_completes_the_sweep(launcher: str, tmp_path: Path) -> None:
     swept = sweep(tmp_path, "5,9", *LAUNCHERS[launcher])
     assert (swept.code, swept.summary["exit_code"]) == (4, 4), swept.stderr
     assert ": the process of a job died" in swept.stderr
@@ -136,13 +136,13 @@ def test_a_killed_worker_is_named_and_running_it_again_goes_on(launcher: str, tm
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number"), list(zip(BESIDE, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), strict=False))
+    ("launcher", "number"), list(zip(MULTIPROCESS, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), strict=False))
 )
 def test_an_interrupt_ends_all_workers_and_the_command_with_130(launcher: str, number: signal.Signals, tmp_path: Path) -> None:
-    with started(tmp_path, "5,15,15", "tracking=none", *LAUNCHERS[launcher]) as process:
+    with start_sweep(tmp_path, "5,15,15", "tracking=none", *LAUNCHERS[launcher]) as process:
         wait_for(tmp_path, "waits-*", 2)  # two jobs at once
         process.send_signal(number)
-        swept = ended(tmp_path, process, 100)
+        swept = wait_for_end(tmp_path, process, 100)
     assert (swept.code, swept.summary["exit_code"]) == (130, 130), swept.stderr
     assert "jobs ended, missing " in swept.stderr
     assert swept.stderr.endswith("pipeline: error: interrupted; finished work is kept; run it again to continue\n")

@@ -22,14 +22,14 @@ FEW = (
     "workloads.stress_test={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 17, requests: 1, seed: 0}",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
-"""Workloads that are too small for a PASS, but large enough for faults that affect every request."""
+"""Workloads that are too small for a PASS, but large enough to detect faults that affect every request."""
 
-SEEN = {
+EXPECTED_GATES = {
     "key_scale_head_x1_25": "conformance",
     "generate_other_callers": "free_answers",
     "float16_copy_unreported": "allocation",
 }
-"""Faults that are judged in addition to ALONE, and the gate that must find each of them."""
+"""Fault -> gate that must detect it; judged in addition to ALONE."""
 
 
 @pytest.fixture(scope="module")
@@ -37,33 +37,33 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> FaultRunner:
     return FaultRunner(tmp_path_factory.mktemp("faults"), workloads=FEW)
 
 
-def test_every_fault_is_listed_once_with_its_kind_its_cache_and_its_place() -> None:
+def test_every_fault_has_a_unique_name_a_kind_a_policy_and_a_place() -> None:
     assert len(BY_NAME) == len(FAULTS) >= 60
     assert [fault.name for fault in FAULTS if not fault.kind] == []
     assert {fault.policy for fault in FAULTS} | {fault.holds for fault in FAULTS} - {""} <= POLICIES.keys()
     assert [fault.name for fault in FAULTS if not fault.acts] == []
 
 
-def test_every_fault_has_its_own_description() -> None:
+def test_every_fault_has_a_unique_description() -> None:
     assert len({fault.models for fault in FAULTS}) == len(FAULTS)
 
 
-def test_the_page_counts_the_faults_that_are_not_judged_yet() -> None:
+def test_the_page_counts_the_faults_without_a_judgement() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
     missing = [job.name for job in jobs() if job.fault is not None and job.name not in RECORD]
     assert (f"{len(missing)} newer faults are not judged yet" in text) == bool(missing)
 
 
-def test_a_fault_that_passes_is_explained_on_the_page() -> None:
+def test_the_page_explains_every_fault_that_passes() -> None:
     assert {name for name in JUDGED if not RECORD[name].caught} <= set(page.REASONS)
 
 
 @pytest.mark.parametrize("name", [name for name in COSTS if name in BY_NAME])
-def test_a_fault_costs_a_user_something(name: str) -> None:
+def test_a_fault_that_harms_answers_has_a_measured_cost(name: str) -> None:
     assert COSTS[name].real or BY_NAME[name].harm != "answers"
 
 
-def test_a_refused_fault_is_seen_by_the_gate_that_it_names() -> None:
+def test_a_refused_fault_is_detected_by_its_declared_gate() -> None:
     refused = [name for name in JUDGED if RECORD[name].verdict == "FAIL"]
     assert {name: BY_NAME[name].by for name in refused if BY_NAME[name].by not in RECORD[name].gates} == {}
 
@@ -74,7 +74,7 @@ def test_an_engine_without_a_fault_passes_with_every_seed(policy: str) -> None:
     assert {RECORD[name].verdict for name in names} <= {"PASS"}
 
 
-def test_the_page_is_made_of_the_record() -> None:
+def test_the_page_is_generated_from_the_record() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.text(RECORD, COSTS)
 
 
@@ -82,18 +82,18 @@ def test_no_gate_refuses_a_sound_engine(runner: FaultRunner) -> None:
     assert failed_gates(runner.judge("int8")) == {}
 
 
-def judged(name: str, runner: FaultRunner) -> Judgement:
+def judge(name: str, runner: FaultRunner) -> Judgement:
     fault = BY_NAME[name]
     return runner.judge(fault.policy, fault.engine, fault)
 
 
-@pytest.mark.parametrize(("name", "gate"), SEEN.items())
+@pytest.mark.parametrize(("name", "gate"), EXPECTED_GATES.items())
 def test_a_planted_fault_is_refused_by_its_gate(name: str, gate: str, runner: FaultRunner) -> None:
-    assert gate in failed_gates(judged(name, runner))
+    assert gate in failed_gates(judge(name, runner))
 
 
 @pytest.mark.parametrize(("gate", "name"), ALONE.items())
-def test_a_gate_that_is_switched_off_lets_its_fault_through(gate: str, name: str, runner: FaultRunner) -> None:
-    judgement, gates = judged(name, runner), runner.config(BY_NAME[name].policy, BY_NAME[name].engine).gates
+def test_a_fault_passes_without_the_only_gate_that_detects_it(gate: str, name: str, runner: FaultRunner) -> None:
+    judgement, gates = judge(name, runner), runner.config(BY_NAME[name].policy, BY_NAME[name].engine).gates
     assert judgement.verdict.status == "FAIL"
     assert decide_without(gate, judgement.report, judgement.rows, gates).status != "FAIL"

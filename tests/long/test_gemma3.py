@@ -26,20 +26,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_windows_equal_gemmas(checkpoint: Path) -> None:
+def test_the_shape_and_the_windows_are_gemmas(checkpoint: Path) -> None:
     shape = inspect_checkpoint(checkpoint).shape
     assert (shape.layers, shape.kv_heads, shape.head_dim) == (18, 1, 256)
     assert shape.windows == (512, 512, 512, 512, 512, None) * 3
 
 
-def test_texts_of_many_scripts_become_llama_cpps_tokens(checkpoint: Path) -> None:
+def test_tokens_of_many_scripts_equal_llama_cpps(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     for recorded in RECORDED["texts"]:
         assert tokenizer(recorded["text"])["input_ids"] == recorded["ids"], recorded["text"]
         assert tokenizer.decode(recorded["ids"][1:]) == recorded["text"].replace("▁", " ")
 
 
-def test_logits_are_llama_cpps_past_the_windows(checkpoint: Path) -> None:
+def test_logits_beyond_the_window_equal_llama_cpps(checkpoint: Path) -> None:
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     rows = [int(row) for row in RECORDED["likely"]]
     assert max(rows) > 700

@@ -20,7 +20,7 @@ SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 EVICTION = Eviction(window_tokens=64, heavy_tokens=64)
 
 
-def evicting(name: str, **tokens: int) -> KVPolicy:
+def evicting_policy(name: str, **tokens: int) -> KVPolicy:
     eviction = EVICTION.model_copy(update=tokens)
     return BY_NAME[name].model_copy(update={"name": f"{name}_h2o", "eviction": eviction})
 
@@ -37,12 +37,12 @@ def text() -> list[int]:
     return tokens
 
 
-def directly(
+def attend_by_definition(
     storages: LayerStorage, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: list[int], sinks: int
 ) -> tuple[torch.Tensor, list[list[int]]]:
-    """Apply the eviction rule one query at a time; return the output (H, G, S, D) and the tokens that each head keeps."""
+    """Apply the eviction rule one query at a time; return the output (H, G, S, D) and the kept tokens of each head."""
     stored = [storages[side].read(storages[side].write(x)).double() for side, x in zip(SIDES, (key, value), strict=True)]
-    out, left = torch.zeros_like(q), []
+    out, kept = torch.zeros_like(q), []
     for head in range(q.shape[0]):
         weight: dict[int, float] = {}
         begin = 0
@@ -64,8 +64,8 @@ def directly(
             for token in sorted(older, key=lambda t: (-weight[t], t))[EVICTION.heavy_tokens :]:
                 del weight[token]
             begin = end
-        left.append(sorted(weight))
-    return out, left
+        kept.append(sorted(weight))
+    return out, kept
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def directly(
     ],
 )
 def test_each_head_keeps_its_sinks_heavy_hitters_and_latest_tokens(name: str, sinks: int, chunks: list[int]) -> None:
-    policy, length = evicting(name, sink_tokens=sinks), sum(chunks)
+    policy, length = evicting_policy(name, sink_tokens=sinks), sum(chunks)
     generator = torch.Generator().manual_seed(1)
     q = 0.3 * torch.randn(2, 2, length, 64, generator=generator, dtype=torch.float64)
     key, value = (torch.randn(2, length, 64, generator=generator, dtype=torch.float64) for _ in SIDES)
@@ -86,28 +86,28 @@ def test_each_head_keeps_its_sinks_heavy_hitters_and_latest_tokens(name: str, si
     spans = [Span(end - count, end, end - count if count > 1 else None) for count, end in zip(chunks, ends, strict=True)]
     view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans, "the sequence")
     out = view.attend(0, q, key, value, LayerAttention())
-    expected, left = directly(storages, q, key, value, chunks, sinks)
+    expected, kept = attend_by_definition(storages, q, key, value, chunks, sinks)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert view.caches[0].length == 0, "nothing is stored before the first request"
     view.store()
-    assert view.caches[0].positions.tolist() == left
-    assert left[0] != left[1], "heads keep tokens of their own"
-    assert left[0][:sinks] == left[1][:sinks] == list(range(sinks))
+    assert view.caches[0].positions.tolist() == kept
+    assert kept[0] != kept[1], "each head keeps its own tokens"
+    assert kept[0][:sinks] == kept[1][:sinks] == list(range(sinks))
     assert view.caches[0].kept_tokens == 128 + sinks
 
 
 @pytest.mark.parametrize("name", ["int8", "int4_tensor"])
-def test_keeping_everything_is_no_eviction(name: str, model: Any, text: list[int]) -> None:
+def test_a_budget_for_every_token_evicts_nothing(name: str, model: Any, text: list[int]) -> None:
     plain = make_reference(model, BY_NAME[name], SHAPE, prefill_chunk=80)
-    roomy = make_reference(model, evicting(name, heavy_tokens=256), SHAPE, prefill_chunk=80)
+    roomy = make_reference(model, evicting_policy(name, heavy_tokens=256), SHAPE, prefill_chunk=80)
     np.testing.assert_allclose(roomy.forced(text, 200), plain.forced(text, 200), rtol=0, atol=1e-9)
-    tight = make_reference(model, evicting(name), SHAPE, prefill_chunk=80)
+    tight = make_reference(model, evicting_policy(name), SHAPE, prefill_chunk=80)
     assert np.abs(tight.forced(text, 200) - plain.forced(text, 200)).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["fp16", "int4"])
-def test_one_pass_equals_decoding_and_memory_matches_the_policy(name: str, model: Any, text: list[int]) -> None:
-    policy = evicting(name)
+def test_one_pass_equals_stepwise_decode_and_memory_matches_the_policy(name: str, model: Any, text: list[int]) -> None:
+    policy = evicting_policy(name)
     engine = make_reference(model, policy, SHAPE, prefill_chunk=80)
     handles, _ = engine.prefill([text[:200], text[:30]])
     rows = [engine.decode(handles, [token, text[30 + i]])[0] for i, token in enumerate(text[200:])]
@@ -119,8 +119,8 @@ def test_one_pass_equals_decoding_and_memory_matches_the_policy(name: str, model
     assert engine.memory().pool_bytes == 0
 
 
-def test_a_corrupted_scale_shows_and_a_refused_token_is_dropped(model: Any, text: list[int]) -> None:
-    engine = make_reference(model, evicting("int8"), SHAPE)
+def test_a_corrupted_scale_changes_logits_and_a_refused_token_is_not_stored(model: Any, text: list[int]) -> None:
+    engine = make_reference(model, evicting_policy("int8"), SHAPE)
     sound = engine.forced(text, 200)
     engine.corrupt_key_scale(4.0)
     assert np.abs(engine.forced(text, 200) - sound).max() > 1e-2
@@ -131,8 +131,8 @@ def test_a_corrupted_scale_shows_and_a_refused_token_is_dropped(model: Any, text
     assert engine.memory().live_tokens == 128
 
 
-def test_replays_are_disturbed_by_roundings_alone(model: Any, text: list[int]) -> None:
-    engine = make_reference(model, evicting("fp16"), SHAPE)
+def test_a_disturbed_replay_differs_only_by_rounding(model: Any, text: list[int]) -> None:
+    engine = make_reference(model, evicting_policy("fp16"), SHAPE)
     (replay,) = engine.replay([Fed(text, [(200, False), (len(text) - 200, True)])], rounding=1e-12)
     np.testing.assert_allclose(replay.logits[1:], engine.forced(text, 200), rtol=0, atol=1e-9)
     assert 0 < np.abs(replay.logits - replay.disturbed).max() < 1e-6

@@ -1,4 +1,4 @@
-"""The kernels compile for every target without a GPU. A subprocess compiles, since this process interprets the kernels."""
+"""The kernels compile for every target without a GPU, in a subprocess, because this process interprets kernels."""
 
 import json
 import os
@@ -56,10 +56,10 @@ def side(text: str) -> SideLayout:
 HEADLINE = Case("fp8_e4m3 per_tensor", "int4 per_group 64", 128, 8, "bfloat16", 90)
 FP8 = Case("fp8_e4m3 per_tensor", "fp8_e4m3 per_tensor", 128, 8, "bfloat16", 90)
 NVFP4 = Case("fp8_e4m3 per_tensor", "nvfp4 per_group 16", 128, 8, "bfloat16", 90)
-TARGETED = (HEADLINE, FP8, NVFP4)
-"""Formats with one byte per code, whose codes are copied asynchronously."""
+COPIED_ASYNC = (HEADLINE, FP8, NVFP4)
+"""Cases whose codes are copied asynchronously."""
 CASES = (
-    *TARGETED,
+    *COPIED_ASYNC,
     replace(HEADLINE, sm=100),
     Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
     Case("int8 per_head", "int4 per_token", 64, 5, "bfloat16", 80),
@@ -67,7 +67,7 @@ CASES = (
     Case("bf16", "bf16", 128, 8, "bfloat16", 90),
     Case("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)),
     Case("int8 per_token", "fp8_e4m3 per_head", 64, 16, "float32", 100),
-    # Groups narrower than the channels that one thread loads.
+    # groups smaller than the number of channels that a thread loads
     Case("fp16", "int4 per_group 32", 256, 1, "float16", 80),
     Case("fp8_e4m3 per_head", "nvfp4 per_group 16", 256, 16, "float32", 80, (4, 60)),
 )
@@ -83,11 +83,9 @@ WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 """Bytes per thread of a load, by the opcode's last modifier; all other loads have 4 bytes."""
 
 
-def assembled(ptx: str) -> tuple[list[str], int]:
-    """Compile PTX that has one entry with Triton's ptxas; return its global loads and copies, and its spilled bytes.
-
-    Loads are opcodes: LDG.E.128, LDGSTS.E, ...
-    """
+def assemble(ptx: str) -> tuple[list[str], int]:
+    """Compile PTX with one entry by Triton's ptxas. Return the opcodes of its global loads (LDG.E.128, LDGSTS.E, ...) and its
+    spilled bytes."""
     import triton
     from triton import knobs
 
@@ -98,19 +96,19 @@ def assembled(ptx: str) -> tuple[list[str], int]:
         source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [assembler.path, "-v", f"-arch={target[0]}", str(source), "-o", str(out)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         command = [knobs.nvidia.cuobjdump.path, "-sass", str(out)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    assert spills, said
-    # Before copies, ptxas emits spacers: loads under a constantly false predicate (`@!PT`), which load nothing.
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", messages)
+    assert spills, messages
+    # ptxas emits padding before copies: loads whose predicate (`@!PT`) is always false, which load nothing.
     lines = [line for line in text.splitlines() if "@!PT" not in line]
     return re.findall(r"\b((?:LDGSTS|LDG)[.\w]*)", "\n".join(lines)), sum(map(int, spills))
 
 
-def loaded_bytes(loads: list[str], num_warps: int, *ways: str) -> int:
-    """Return the bytes that a block loads with opcodes that match one of `ways`, if each instruction runs once."""
-    matching = [name for name in loads if re.match("|".join(ways), name)]
+def loaded_bytes(loads: list[str], num_warps: int, *patterns: str) -> int:
+    """Return the bytes that a block loads by opcodes matching one of the patterns, if each instruction runs once."""
+    matching = [name for name in loads if re.match("|".join(patterns), name)]
     return 32 * num_warps * sum(WIDTHS.get(name.split(".")[-1], 4) for name in matching)
 
 
@@ -147,26 +145,26 @@ KERNELS: dict[str, tuple[str, Setting, list[str]]] = {
 PROGRAM = """
 import json
 from plugins.kv_attention import aot
-from tests.long.test_kernel_compile import KERNELS, assembled, loaded_bytes
+from tests.long.test_kernel_compile import KERNELS, assemble, loaded_bytes
 
-found = {}
+results = {}
 for name, (operation, setting, _) in KERNELS.items():
     kernel = aot.compile_operation(operation, setting)
-    loads, spill_bytes = assembled(kernel.ptx)
+    loads, spill_bytes = assemble(kernel.ptx)
     copied = loaded_bytes(loads, kernel.num_warps, "LDGSTS")
     streamed = loaded_bytes(loads, kernel.num_warps, "LDGSTS", r"LDG\\.E\\.128$")
-    found[name] = {
+    results[name] = {
         "name": kernel.name, "ptx": kernel.ptx, "shared_bytes": kernel.shared_bytes, "spill_bytes": spill_bytes,
         "streamed_bytes": streamed, "copied_bytes": copied, "parameters": kernel.parameters,
     }
-print(json.dumps(found))
+print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    others = ("TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-    environment = {name: value for name, value in os.environ.items() if name not in others}
+    removed = ("TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
@@ -184,7 +182,7 @@ def entry_parameters(ptx: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_takes_only_its_tensors_and_fits(name: str, compiled: dict[str, Any]) -> None:
+def test_a_kernel_has_only_its_own_parameters_and_fits(name: str, compiled: dict[str, Any]) -> None:
     kernel = compiled[name]
     assert [parameter for parameter, _ in kernel["parameters"]] == KERNELS[name][2]
     widths = ["u32" if kind == "i32" else "u64" for _, kind in kernel["parameters"]]
@@ -195,17 +193,17 @@ def test_a_kernel_takes_only_its_tensors_and_fits(name: str, compiled: dict[str,
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decode_streams_the_codes_and_all_its_programs_fit(case: Case, compiled: dict[str, Any]) -> None:
+def test_decode_loads_all_codes_by_wide_loads_and_its_programs_fit(case: Case, compiled: dict[str, Any]) -> None:
     kernel, variant = compiled[str(case)], decode_variant(case.setting())
     codes = sum(stored.code_bytes(case.head_dim) for stored in (case.layout.key, case.layout.value))
-    assert kernel["copied_bytes" if case in TARGETED else "streamed_bytes"] >= variant.constants["T"] * codes
+    assert kernel["copied_bytes" if case in COPIED_ASYNC else "streamed_bytes"] >= variant.constants["T"] * codes
     assert variant.resident * (1024 + -(-kernel["shared_bytes"] // 128) * 128) <= variant.sm_shared
     version = re.search(r"^\.version (\S+)", kernel["ptx"], re.MULTILINE)
     assert version is not None
     assert (int(version[1].replace(".", "")) == aot.PORTABLE_PTX) == (case.sm < aot.NEWER_PTX)
 
 
-def test_a_hidden_parameter_that_is_used_is_not_stripped() -> None:
+def test_stripping_a_used_parameter_is_refused() -> None:
     ptx = ".visible .entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 f_param_1\n)\n{\n\tld.param.u64 %rd1, [f_param_1];\n}"
     with pytest.raises(RuntimeError, match="f_param_1"):
         aot.strip_hidden_parameters(ptx, 1)

@@ -1,4 +1,4 @@
-"""lm-eval on engine bundles. With an exact cache, log-likelihoods equal transformers'; otherwise they include its error."""
+"""lm-eval on engine bundles. Log-likelihoods equal transformers' with an exact cache, and differ with a quantized cache."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from stages.evaluate.distances.distance import log_softmax
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 0.03
-"""Allowed difference of an FP16 cache's log-likelihood of a text from float32, in nats. INT4 differs over ten times more."""
+"""Allowed difference of a text's log-likelihood under an FP16 cache from float32, in nats. INT4 differs over ten times more."""
 PAIRS = [
     ("Copy:\n04 Bergen 14 Tartu 22", " Bergen"),
     ("The record of Bergen says", " nothing at all, and that is why"),
@@ -37,12 +37,12 @@ PAIRS = [
     ("a", " lighthouse keeper"),
     ("Once there was a lighthouse keeper ", "who read"),
 ]
-"""Contexts and continuations: with many tokens, one, none, and with a trailing space."""
+"""(context, continuation). Contexts have many tokens, one or none, or a trailing space."""
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
-    """Bundles of the trained tiny model: exact cache, INT4 cache, and INT4 cache for backend=torch."""
+    """Bundles of the tiny model: exact cache, INT4 cache, and INT4 cache for backend=torch."""
     work = tmp_path_factory.mktemp("lm_eval")
     decoder = make_decoder(tiny_checkpoint, work / "decoder")
     made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
@@ -66,7 +66,7 @@ def logits_after(tiny_checkpoint: Path) -> Callable[[list[int]], Any]:
     return logits
 
 
-def lm(bundle: Path, **options: Any) -> KvgateLM:
+def open_lm(bundle: Path, **options: Any) -> KvgateLM:
     return KvgateLM(str(bundle), **options)
 
 
@@ -74,12 +74,12 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance(request_type=kind, doc={}, arguments=item, idx=i) for i, item in enumerate(arguments)]
 
 
-def scored(model: KvgateLM, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+def score(model: KvgateLM, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
     return list(model.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True))
 
 
 def tokens_of(model: KvgateLM, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Split as lm-eval defines it: spaces before the boundary belong to the continuation."""
+    """Split a text as lm-eval does: spaces before the boundary belong to the continuation."""
     if not context:
         return [model.prefix_token_id], model.tok_encode(continuation, add_special_tokens=False)
     before = model.tok_encode(context.rstrip())
@@ -96,35 +96,35 @@ def expected(logits_after: Any, context: list[int], continuation: list[int]) -> 
 def test_scores_equal_transformers_only_with_an_exact_cache(
     batch_size: int, bundles: dict[str, Path], logits_after: Any
 ) -> None:
-    model = lm(bundles["fp16"], batch_size=batch_size)
+    model = open_lm(bundles["fp16"], batch_size=batch_size)
     (greedy,) = model.engine.generate([tokens_of(model, *PAIRS[0])[0]], 3, ())
     pairs = [*PAIRS, (PAIRS[0][0], model.tokenizer.decode(greedy))]
-    got = scored(model, pairs)
-    wanted = [expected(logits_after, *tokens_of(model, *pair)) for pair in pairs]
-    np.testing.assert_allclose([total for total, _ in got], [total for total, _ in wanted], atol=ROUNDING)
-    assert [flag for _, flag in got] == [flag for _, flag in wanted]
-    assert {flag for _, flag in got} == {True, False}
+    scores = score(model, pairs)
+    exact = [expected(logits_after, *tokens_of(model, *pair)) for pair in pairs]
+    np.testing.assert_allclose([total for total, _ in scores], [total for total, _ in exact], atol=ROUNDING)
+    assert [is_greedy for _, is_greedy in scores] == [is_greedy for _, is_greedy in exact]
+    assert {is_greedy for _, is_greedy in scores} == {True, False}
     assert model.engine.memory().live_tokens == 0
-    quantized = [total for total, _ in scored(lm(bundles["int4"], batch_size=batch_size), PAIRS[:3])]
-    differences = np.abs(np.subtract(quantized, [total for total, _ in wanted[:3]]))
-    assert differences.max() > 10 * ROUNDING, "decode steps read the quantized cache, and a prefill does not"
+    quantized = [total for total, _ in score(open_lm(bundles["int4"], batch_size=batch_size), PAIRS[:3])]
+    differences = np.abs(np.subtract(quantized, [total for total, _ in exact[:3]]))
+    assert differences.max() > 10 * ROUNDING, "only decode steps read the quantized cache"
 
 
 def test_a_long_context_loses_its_oldest_tokens(bundles: dict[str, Path], logits_after: Any) -> None:
-    model = lm(bundles["fp16"], max_length=24)
+    model = open_lm(bundles["fp16"], max_length=24)
     context, continuation = tokens_of(model, PAIRS[1][0] * 4, PAIRS[1][1])
     assert len(context) > 24 > len(continuation)
-    ((total, _),) = scored(model, [(PAIRS[1][0] * 4, PAIRS[1][1])])
+    ((total, _),) = score(model, [(PAIRS[1][0] * 4, PAIRS[1][1])])
     kept = context[len(continuation) - 1 - 24 :]
     assert len(kept) + len(continuation) - 1 == 24
     assert total == pytest.approx(expected(logits_after, kept, continuation)[0], abs=ROUNDING)
     with pytest.raises(UserError, match="max_length=2: a continuation is longer"):
-        scored(lm(bundles["fp16"], max_length=2), [PAIRS[1]])
+        score(open_lm(bundles["fp16"], max_length=2), [PAIRS[1]])
 
 
-def test_rolling_scores_every_token_once_in_windows(bundles: dict[str, Path], logits_after: Any) -> None:
-    """Check windows of 8 tokens: the first follows the prefix, each later one a token; the last is filled with context."""
-    model = lm(bundles["fp16"], max_length=8, batch_size=2)
+def test_a_rolling_score_counts_every_token_once(bundles: dict[str, Path], logits_after: Any) -> None:
+    """Windows have 8 tokens. The first follows the prefix token, later ones a token of the text; the last has more context."""
+    model = open_lm(bundles["fp16"], max_length=8, batch_size=2)
     text = "Once there was a lighthouse keeper who read letters from Bergen and from Tartu."
     ids = model.tok_encode(text)
     windows = [([model.prefix_token_id], ids[:8])]
@@ -133,11 +133,11 @@ def test_rolling_scores_every_token_once_in_windows(bundles: dict[str, Path], lo
         windows.append((ids[first + len(part) - 9 : first], part))
     assert len(windows) > 2
     assert len(windows[-1][0]) > 1
-    wanted = sum(expected(logits_after, *window)[0] for window in windows)
+    exact = sum(expected(logits_after, *window)[0] for window in windows)
     short = "Once"
-    got = model.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), (short,)), disable_tqdm=True)
-    assert got[0] == pytest.approx(wanted, abs=ROUNDING)
-    assert got[1] == pytest.approx(expected(logits_after, [model.prefix_token_id], model.tok_encode(short))[0], abs=ROUNDING)
+    scores = model.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), (short,)), disable_tqdm=True)
+    assert scores[0] == pytest.approx(exact, abs=ROUNDING)
+    assert scores[1] == pytest.approx(expected(logits_after, [model.prefix_token_id], model.tok_encode(short))[0], abs=ROUNDING)
 
 
 def greedy_text(model: KvgateLM, logits_after: Any, prompt: str, limit: int) -> str:
@@ -149,10 +149,10 @@ def greedy_text(model: KvgateLM, logits_after: Any, prompt: str, limit: int) -> 
 
 def test_answers_end_before_a_stop_string_or_at_their_limit(bundles: dict[str, Path], logits_after: Any) -> None:
     prompt, other = "Once there was a lighthouse keeper who", "The record of"
-    model = lm(bundles["fp16"], batch_size=3)
+    model = open_lm(bundles["fp16"], batch_size=3)
     full, second = (greedy_text(model, logits_after, text, 24) for text in (prompt, other))
     stop = full[len(full) // 2 :][:4]
-    asked = [
+    questions = [
         (prompt, {"until": [], "max_gen_toks": 24}),
         (prompt, {"until": [stop], "max_gen_toks": 24}),
         (other, {"max_gen_toks": 24}),
@@ -160,16 +160,18 @@ def test_answers_end_before_a_stop_string_or_at_their_limit(bundles: dict[str, P
     steps: list[int] = []
     decode = model.engine.decode
     model.engine.decode = lambda sequences, tokens: steps.append(len(sequences)) or decode(sequences, tokens)  # type: ignore
-    got = model.generate_until(requests("generate_until", *asked), disable_tqdm=True)
-    assert got == [full, full[: full.index(stop)], second]
-    assert steps[-1] < steps[0] == 3  # the sequence with the stop string was not decoded any further
+    answers = model.generate_until(requests("generate_until", *questions), disable_tqdm=True)
+    assert answers == [full, full[: full.index(stop)], second]
+    assert steps[-1] < steps[0] == 3  # the sequence with the stop string ended early
     assert model.engine.memory().live_tokens == 0
     empty = model.generate_until(requests("generate_until", ("", {"max_gen_toks": 4})), disable_tqdm=True)
     assert len(empty) == 1
 
 
-def test_only_an_answers_end_is_searched_for_stop_strings(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lm(bundles["fp16"])
+def test_stop_strings_are_searched_only_in_the_end_of_an_answer(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_lm(bundles["fp16"])
     decoded: list[int] = []
     decode = model.tokenizer.decode
 
@@ -181,11 +183,11 @@ def test_only_an_answers_end_is_searched_for_stop_strings(bundles: dict[str, Pat
     model.generate_until(
         requests("generate_until", ("Once there was a lighthouse keeper who", {"until": ["@@@"], "max_gen_toks": 40}))
     )
-    assert max(decoded[:-1]) == 3 + TAIL_MARGIN < decoded[-1], "the whole answer is decoded once, at its end"
+    assert max(decoded[:-1]) == 3 + TAIL_MARGIN < decoded[-1], "only the last call decodes the whole answer"
 
 
-def test_unsupported_requests_are_refused_with_their_fix(bundles: dict[str, Path]) -> None:
-    model = lm(bundles["fp16"], max_length=64)
+def test_unsupported_requests_are_refused_with_a_fix(bundles: dict[str, Path]) -> None:
+    model = open_lm(bundles["fp16"], max_length=64)
     with pytest.raises(UserError, match="do_sample=true"):
         model.generate_until(requests("generate_until", ("a", {"do_sample": True, "temperature": 0.7})))
     with pytest.raises(UserError, match="max_gen_toks=64: leaves no room"):
@@ -197,37 +199,35 @@ def test_unsupported_requests_are_refused_with_their_fix(bundles: dict[str, Path
         ({"backend.thread": 2}, "backend.thread: unknown key, did you mean threads?"),
     ):
         with pytest.raises(UserError, match=message):
-            lm(bundles["fp16"], **options)
+            open_lm(bundles["fp16"], **options)
     with pytest.raises(UserError, match="no such directory"):
-        lm(bundles["fp16"] / "nothing")
-    for none in ("", "b" * 5000):
+        open_lm(bundles["fp16"] / "nothing")
+    for bundle in ("", "b" * 5000):
         with pytest.raises(UserError, match="is not a path; give --model_args bundle=DIR"):
-            KvgateLM(none)
+            KvgateLM(bundle)
 
 
 @pytest.mark.parametrize("bundle", ["int4", "reference"])
-def test_non_finite_logits_give_no_score_and_no_answer(
-    bundle: str, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cover a context of one token too, whose logits come from the prefill."""
-    model = lm(bundles[bundle])
+def test_non_finite_logits_are_refused(bundle: str, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pair has a context of one token, whose logits come from the prefill."""
+    model = open_lm(bundles[bundle])
     for name in {"decode", "prefill", "forced"} & set(dir(model.engine)):
 
-        def broken(*given: Any, sound: Any = getattr(model.engine, name)) -> Any:  # noqa: B008
-            returned = sound(*given)
-            (returned[1] if isinstance(returned, tuple) else returned)[-1, 3] = np.nan
-            return returned
+        def with_nan(*args: Any, sound: Any = getattr(model.engine, name)) -> Any:  # noqa: B008
+            result = sound(*args)
+            (result[1] if isinstance(result, tuple) else result)[-1, 3] = np.nan
+            return result
 
-        monkeypatch.setattr(model.engine, name, broken)
+        monkeypatch.setattr(model.engine, name, with_nan)
     for pair in (PAIRS[0], PAIRS[4]):
         with pytest.raises(UserError, match=r"logits are not finite: check the checkpoint"):
-            scored(model, [pair])
+            score(model, [pair])
         with pytest.raises(UserError, match=r"logits are not finite: check the checkpoint"):
             model.generate_until(requests("generate_until", (pair[0], {"max_gen_toks": 4})), disable_tqdm=True)
 
 
-def test_the_command_line_runs_a_local_task_without_a_network(bundles: dict[str, Path], tmp_path: Path) -> None:
-    model = lm(bundles["int4"])
+def test_the_command_line_runs_a_local_task_offline(bundles: dict[str, Path], tmp_path: Path) -> None:
+    model = open_lm(bundles["int4"])
     lines = [
         {"question": q, "choices": ["Bergen", "nothing", "14"], "label": 0}
         for q in ("Copy:\n04 Bergen", "The record of", "Once")
@@ -249,7 +249,7 @@ def test_the_command_line_runs_a_local_task_without_a_network(bundles: dict[str,
     best = []
     by_document = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda logged: logged["doc_id"])
     for line, logged in zip(lines, by_document, strict=True):
-        totals = [total for total, _ in scored(model, [(line["question"], f" {choice}") for choice in line["choices"]])]  # type: ignore
+        totals = [total for total, _ in score(model, [(line["question"], f" {choice}") for choice in line["choices"]])]  # type: ignore
         np.testing.assert_allclose([float(answer[0][0]) for answer in logged["resps"]], totals, atol=1e-4)
         best.append(int(np.argmax(totals)) == 0)
     measured = json.loads(results.read_text())["results"]

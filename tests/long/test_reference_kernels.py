@@ -1,7 +1,7 @@
 """backend=torch with the attention kernels against the reference engine, on a GPU or in Triton's interpreter on a CPU.
 
-The interpreter takes about 20 ms per token and layer. So prompts are short and steps few. Prompts are stored and attended
-to by the kernels' reference, except in the test of prefill (see test_kernel_attention.py and test_kernel_append.py).
+The interpreter takes about 20 ms per token and layer, so prompts are short and steps few. On a CPU, the kernels' plain
+reference computes prompts, except in the test of prefill. test_kernel_attention.py and test_kernel_append.py test the kernels.
 """
 
 import copy
@@ -25,18 +25,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token", "fp8k_nvfp4v")), GUARDED]
 BY_NAME = {policy.name: policy for policy in POLICIES}
 LENGTHS = (127, 1, 64)
-"""Prompt lengths such that decoding two more tokens fills a page, begins a page, and extends a one-token sequence.
-
-One policy decodes all three, padded to four rows.
-"""
+"""Prompt lengths. Two more tokens fill a page, extend a one-token sequence, and begin a page. One policy decodes all three,
+padded to four rows."""
 STEPS = 2
 
-SEEN = 1e-2
-"""Minimum distance of logits that counts as the effect of a cache fault, not of rounding."""
+FAULT_DISTANCE = 1e-2
+"""Minimum distance of logits that shows a fault of the cache instead of rounding."""
 
 
 @pytest.fixture(scope="module")
-def whole() -> Any:
+def full_model() -> Any:
     return benchlib.load_model()
 
 
@@ -60,17 +58,17 @@ def engines(model: Any, policy: KVPolicy, **options: int) -> tuple[KernelEngine,
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' reference in place of the kernels, except on a GPU: the interpreter is slow."""
+    """Replace the kernels by their plain reference on a CPU, where the interpreter is slow."""
     if DEVICE == "cpu":
         by_reference(monkeypatch)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_a_ragged_batch_decodes_like_the_reference(
-    policy: KVPolicy, model: Any, whole: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    policy: KVPolicy, model: Any, full_model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels decode in some policies. Other tests interpret the kernels of the remaining formats."""
-    model = whole if policy.name == "fp8k_int4v" else model
+    """On a CPU, the kernels themselves decode three of the policies. Other tests interpret the kernels of other formats."""
+    model = full_model if policy.name == "fp8k_int4v" else model
     kernels, reference = engines(model, policy, prefill_chunk=80)
     batch = texts if policy.name == "int8" else texts[:2]
     prompts = [text[:-STEPS] for text in batch]
@@ -87,10 +85,10 @@ def test_a_ragged_batch_decodes_like_the_reference(
         assert distance(kernels.decode(handles, tokens), reference.decode(same, tokens)) < CLOSE
 
 
-def test_a_prompt_is_prefilled_in_chunks_like_the_reference(
+def test_a_prompt_in_two_chunks_is_prefilled_like_the_reference(
     model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check a second chunk that reads a whole page and a partial page of the stored first chunk."""
+    """The second chunk reads a full page and a partial page of the first chunk."""
     kernels, reference = engines(model, GUARDED, prefill_chunk=70)
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "append", append_by_reference)
@@ -111,7 +109,7 @@ def test_a_corrupted_key_scale_affects_stored_and_later_tokens(name: str, model:
     for token in texts[0][40:42]:
         logits, expected = kernels.decode(handles, [token]), reference.decode(handles, [token])
         assert distance(logits, expected) < CLOSE
-        assert distance(logits, sound.decode(handles, [token])) > SEEN
+        assert distance(logits, sound.decode(handles, [token])) > FAULT_DISTANCE
 
 
 @pytest.mark.usefixtures("quick")
@@ -134,7 +132,7 @@ def test_memory_matches_the_policy_and_pages_are_reused(model: Any, texts: list[
     assert distance(engine.decode(again, [token]), reference.decode(same, [token])) < CLOSE
 
 
-def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> None:
+def test_a_pass_is_captured_again_after_its_tensors_moved(model: Any) -> None:
     engine, _ = engines(model, GUARDED)
     cache = engine.cache
     handles = [cache.start()]
@@ -157,23 +155,23 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
     assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.attention_tensors(0).values()]
 
 
-def little_memory(tensors: int) -> Any:
+def limited_zeros(tensors: int) -> Any:
     """Return a replacement of torch.zeros that has memory for a limited number of tensors."""
-    zeros, left = torch.zeros, iter(range(tensors))
+    zeros, remaining = torch.zeros, iter(range(tensors))
 
-    def limited(*shape: Any, **options: Any) -> Tensor:
-        if next(left, None) is None:
+    def allocate(*shape: Any, **options: Any) -> Tensor:
+        if next(remaining, None) is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return zeros(*shape, **options)
 
-    return limited
+    return allocate
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_cache_that_cannot_grow_is_unchanged_and_says_so(
+def test_a_cache_that_cannot_grow_is_refused_and_unchanged(
     model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run out of memory at the first or second tensor: GUARDED has pools, scale pools and exact buffers."""
+    """Memory ends at the first or second tensor. GUARDED has pools, scale pools and exact buffers."""
     engine, reference = engines(model, GUARDED)
     (handles, _), (same, _) = engine.prefill([texts[0][:63]]), reference.prefill([texts[0][:63]])
     cache = engine.cache
@@ -187,15 +185,15 @@ def test_a_cache_that_cannot_grow_is_unchanged_and_says_so(
         (lambda: cache.reserve(handles, 500), "9 pages of 64 tokens are needed, in addition to the present 1"),
         (cache.start, "2 exact buffers (one per sequence) are needed, in addition to the present 1"),
     ):
-        for room in range(2):
+        for tensors in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(torch, "zeros", little_memory(room))
+                patch.setattr(torch, "zeros", limited_zeros(tensors))
                 with pytest.raises(
                     UserError, match=f"^backend.device={DEVICE}: its memory is too small: {message}; run [^\n]*$"
                 ):
                     grow()
             assert state() == before
-    # The refusals changed nothing: with enough memory the same pages are reserved, and stored tokens are still read.
+    # With enough memory the same pages are reserved, and the stored tokens are intact.
     cache.reserve(handles, 500)
     token = texts[0][63]
     assert distance(engine.decode(handles, [token]), reference.decode(same, [token])) < CLOSE

@@ -1,4 +1,4 @@
-"""report.html in Debian's Chromium: it fits a phone, shows everything, requests nothing."""
+"""report.html in Debian's Chromium: it fits a phone, shows all parts without scripts, and requests no other file."""
 
 import os
 import shutil
@@ -20,20 +20,20 @@ HINT = "needs Chromium (Debian: apt-get install chromium) and playwright; REQUIR
 
 def chromium_path() -> str:
     """Return Chromium's path. Skips the test if Chromium or playwright is missing."""
-    found = shutil.which("chromium")
+    path = shutil.which("chromium")
     try:
         import playwright.sync_api  # noqa: F401
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        path = None
+    if path is None:
         if os.environ.get("REQUIRE_CHROMIUM") == "1":
             pytest.fail(HINT)
         pytest.skip(HINT)
-    return found
+    return path
 
 
 @contextmanager
-def launched() -> Iterator["Browser"]:
+def launch_browser() -> Iterator["Browser"]:
     """Launch Chromium and yield the browser."""
     path = chromium_path()
     from playwright.sync_api import sync_playwright
@@ -45,50 +45,55 @@ def launched() -> Iterator["Browser"]:
         yield browser
 
 
-def complaints(page: "Page", *kinds: str) -> list[str]:
-    """Return a list that collects the page's console messages of the given kinds, with their URLs, and its exceptions."""
-    said: list[str] = []
-    page.on("console", lambda one: said.append(f"{one.text} {one.location['url']}") if one.type in kinds else None)
-    page.on("pageerror", lambda error: said.append(str(error)))
-    return said
+def collect_messages(page: "Page", *kinds: str) -> list[str]:
+    """Return a list that collects the page's console messages of these kinds, with their URLs, and its exceptions."""
+    messages: list[str] = []
+
+    def add(message: Any) -> None:
+        if message.type in kinds:
+            messages.append(f"{message.text} {message.location['url']}")
+
+    page.on("console", add)
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    return messages
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    with launched() as browser:
+    with launch_browser() as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of three policies."""
+    """The report of three policies."""
     folder = tmp_path_factory.mktemp("report")
     shown = exhibits(folder)
     return write_page(folder / "report.html", shown, occasion(folder, shown, champion="fp8"))
 
 
 @contextmanager
-def opened(browser: "Browser", path: Path, **options: Any) -> Iterator["Page"]:
+def open_page(browser: "Browser", path: Path, **options: Any) -> Iterator["Page"]:
     """Open the page, and assert that it makes no further request and writes no warning or error to the console."""
     requests: list[str] = []
     with browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}) as context:
         page, url = context.new_page(), path.as_uri()
-        said = complaints(page, "error", "warning")
+        messages = collect_messages(page, "error", "warning")
         context.on("request", lambda request: requests.append(request.url))
         context.route("**/*", lambda route: route.continue_() if route.request.url == url else route.abort())
         page.goto(url)
         yield page
-        assert requests == [url], "the page requested something"
-        assert said == []
+        assert requests == [url], "the page requested another file"
+        assert messages == []
 
 
-def visible(page: "Page", selector: str) -> int:
+def count_visible(page: "Page", selector: str) -> int:
     return page.locator(f"{selector} >> visible=true").count()
 
 
 @pytest.mark.parametrize("width", [360, 390])
 def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: int) -> None:
-    with opened(browser, report, viewport={"width": width, "height": 800}) as page:
+    with open_page(browser, report, viewport={"width": width, "height": 800}) as page:
         for details in page.locator("details").all():
             details.evaluate("element => element.open = true")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -96,7 +101,7 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
             """[...document.querySelectorAll('tbody th')].filter((e) => e.scrollWidth > e.clientWidth + 1)
                .map((e) => e.innerText)"""
         )
-        assert cut == [], "the column that stays while a table scrolls covers no other"
+        assert cut == [], "row headers are not cut off"
         outside = page.evaluate(
             """[...document.querySelectorAll("main *")].filter((e) => !e.closest(".scroll, svg") && e.checkVisibility()
                && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
@@ -104,9 +109,9 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
         assert outside == []
 
 
-def test_charts_answers_and_failed_checks_are_visible(browser: "Browser", report: Path) -> None:
-    with opened(browser, report, java_script_enabled=False) as page:
-        assert visible(page, ".checks tbody tr") > 10
+def test_charts_answers_and_checks_are_visible_without_scripts(browser: "Browser", report: Path) -> None:
+    with open_page(browser, report, java_script_enabled=False) as page:
+        assert count_visible(page, ".checks tbody tr") > 10
         page.locator(".answers >> visible=true").first.locator("summary").first.click()
-        assert visible(page, "article") > 12
-        assert visible(page, "figure svg") == 3
+        assert count_visible(page, "article") > 12
+        assert count_visible(page, "figure svg") == 3

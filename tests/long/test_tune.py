@@ -1,4 +1,4 @@
-"""`stage=tune` on the trained tiny model through the command line: chosen policies, written files, and resuming."""
+"""`stage=tune` on the tiny model through the command line: the chosen policy, the written files, and resuming."""
 
 from pathlib import Path
 
@@ -36,10 +36,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_tuned_mix_has_fewer_bytes_and_builds(tuned: tuple[Path, str]) -> None:
     work, output = tuned
     report = TuneReport.model_validate_json((work / "tuned" / "tune.json").read_text(encoding="utf-8"))
-    measured = {one.policy.name: one for one in report.measured}
+    measured = {result.policy.name: result for result in report.measured}
     fp8 = measured["fp8"]
-    better = [one for one in report.measured if one.bytes_per_token < fp8.bytes_per_token and (one.kl or 1) <= (fp8.kl or 0)]
-    assert {one.origin for one in better} == {"tuned"}
+    smaller = [result for result in report.measured if result.bytes_per_token < fp8.bytes_per_token]
+    better = [result for result in smaller if (result.kl or 1) <= (fp8.kl or 0)]
+    assert {result.origin for result in better} == {"tuned"}
     assert report.chosen is not None
     assert (measured[report.chosen].kl or 1) <= report.max_kl
     assert report.chosen in output
@@ -48,7 +49,7 @@ def test_a_tuned_mix_has_fewer_bytes_and_builds(tuned: tuple[Path, str]) -> None
     assert built.returncode == 0, built.stderr
 
 
-def test_a_budget_that_no_policy_meets_moves_nothing(tuned: tuple[Path, str]) -> None:
+def test_a_budget_that_no_policy_meets_exits_3(tuned: tuple[Path, str]) -> None:
     result = pipeline(tuned[0], "stage=tune", "tune.max_kl=1e-12", few=SHORT)
     assert result.returncode == 3, result.stderr
     assert "tune.max_kl=1e-12: no policy with fewer bytes than fp16" in result.stderr
@@ -61,23 +62,23 @@ def test_an_interrupted_search_resumes_with_its_measurements(tmp_path: Path) -> 
     tokens = tuple(range(5, 69))
     texts = {SEARCH: [Text(tokens, 40, "a"), Text(tokens[::-1], 30, "b")]}
     int8, int4 = load_policies("tune.policies", ["int8", "int4_g32"])
-    none = KVScales(layers=({},) * 4)
-    first = Bench(model, texts, lambda _: none, tmp_path)
+    no_scales = KVScales(layers=({},) * 4)
+    first = Bench(model, texts, lambda _: no_scales, tmp_path)
     before = [first.kl(int8, SEARCH), first.kl(int4, SEARCH)]
-    kept = (tmp_path / MEASURED).read_text(encoding="utf-8")
-    (tmp_path / MEASURED).write_text(kept[:-20], encoding="utf-8")  # the last line was only partly written
+    content = (tmp_path / MEASURED).read_text(encoding="utf-8")
+    (tmp_path / MEASURED).write_text(content[:-20], encoding="utf-8")  # a partly written last line
 
     measured: list[str] = []
 
     def scales(policy: KVPolicy) -> KVScales:
         measured.append(policy.name)
-        return none
+        return no_scales
 
     second = Bench(model, texts, scales, tmp_path)
     after = [second.kl(int8, SEARCH), second.kl(int4, SEARCH)]
     assert measured == ["int4_g32"]
     assert [a.tolist() for a in after] == [b.tolist() for b in before]
-    third = Bench(model, texts, lambda _: pytest.fail("it is measured again"), tmp_path)
+    third = Bench(model, texts, lambda _: pytest.fail("a policy is measured again"), tmp_path)
     assert [third.kl(int8, SEARCH).tolist(), third.kl(int4, SEARCH).tolist()] == [b.tolist() for b in before]
     second.close()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Contents of the wheel: configuration and the tiny checkpoint are found without the repository."""
+"""The wheel contains the configuration and the tiny checkpoint, and works without the repository."""
 
 import json
 import os
@@ -24,25 +24,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).write_bytes((ROOT / name).read_bytes())
     sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", sdist], cwd=source, check=True, capture_output=True)
-    wheel(source, folder)
+    build_wheel(source, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def installed(built: Path) -> Path:
     """The unpacked wheel."""
-    with zipfile.ZipFile(only(built, "*.whl")) as archive:
+    with zipfile.ZipFile(only_match(built, "*.whl")) as archive:
         archive.extractall(built / "site")
     return built / "site"
 
 
-def wheel(source: Path, out: Path) -> None:
+def build_wheel(source: Path, out: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, source], check=True
     )
 
 
-def only(folder: Path, pattern: str) -> Path:
+def only_match(folder: Path, pattern: str) -> Path:
     (path,) = folder.glob(pattern)
     return path
 
@@ -59,10 +59,11 @@ def test_a_wheel_has_every_policy_and_the_tiny_checkpoint(installed: Path, tmp_p
     assert (result.returncode, "quantize int8" in result.stdout) == (0, True), result.stderr
 
 
-def test_a_wheel_made_from_the_source_distribution_is_the_same(built: Path, tmp_path: Path) -> None:
-    wheel(only(built, "*.tar.gz"), tmp_path)
-    ours, theirs = zipfile.ZipFile(only(built, "*.whl")), zipfile.ZipFile(only(tmp_path, "*.whl"))
-    assert {item.filename: item.CRC for item in ours.infolist()} == {item.filename: item.CRC for item in theirs.infolist()}
+def test_the_source_distribution_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    build_wheel(only_match(built, "*.tar.gz"), tmp_path)
+    wheels = (zipfile.ZipFile(only_match(folder, "*.whl")) for folder in (built, tmp_path))
+    original, rebuilt = ({item.filename: item.CRC for item in wheel.infolist()} for wheel in wheels)
+    assert rebuilt == original
 
 
 def test_a_wheel_has_no_tests_and_installs_the_command_kvgate(installed: Path) -> None:
@@ -72,22 +73,22 @@ def test_a_wheel_has_no_tests_and_installs_the_command_kvgate(installed: Path) -
     assert script.read_text().startswith("#!python\n")
 
 
-def test_image_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
-    """Run the Dockerfile's own commands, in an environment as empty as a container's."""
+def test_the_images_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+    """Run the commands of the Dockerfile in an almost empty environment, like a container's."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     health = json.loads(next(line.partition(" CMD ")[2] for line in lines if line.startswith("HEALTHCHECK")))
     entry = json.loads(next(line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRYPOINT")))
     default = json.loads(next(line.removeprefix("CMD ") for line in lines if line.startswith("CMD")))
-    for command, said in ((health, "kvgate "), ([*entry, *default], "kvgate [KEY=VALUE ...]")):
+    for command, output in ((health, "kvgate "), ([*entry, *default], "kvgate [KEY=VALUE ...]")):
         environment = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": str(installed), "HOME": "/tmp", "USER": "kvgate"}
         result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert result.returncode == 0, result.stderr
-        assert result.stdout.startswith(said)
-    assert list(tmp_path.iterdir()) == [], "neither writes anything"
+        assert result.stdout.startswith(output)
+    assert list(tmp_path.iterdir()) == [], "the commands write no files"
 
 
-def test_a_wheel_carries_every_file_of_its_packages(installed: Path) -> None:
-    asked = ["git", "ls-files", "conf", "pipeline", "stages", "plugins"]
-    names = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    lost = [name for name in names if not name.endswith("README.md") and not (installed / name).is_file()]
-    assert lost in ([], ["pipeline/kvgate"])
+def test_a_wheel_contains_every_tracked_file_of_its_packages(installed: Path) -> None:
+    command = ["git", "ls-files", "conf", "pipeline", "stages", "plugins"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    missing = [name for name in names if not name.endswith("README.md") and not (installed / name).is_file()]
+    assert missing in ([], ["pipeline/kvgate"])
