@@ -54,7 +54,7 @@ def lacks_gpu(name: str) -> bool:
     return bool(lacking)
 
 
-def measured_rows(
+def run_benchmark(
     name: str, description: str | None, measure: Callable[[torch.device], Iterator[Row]], argv: Sequence[str] | None
 ) -> list[Row] | None:
     """Run a benchmark with the single option --json. Returns the rows; None without a GPU or Triton."""
@@ -248,7 +248,7 @@ def copy_rate(timer: Timer, device: torch.device) -> float:
     target = torch.empty_like(source)
     microseconds, copied = timer(lambda: torch.mul(source, 1.0, out=target), COPY_RUNS)
     if not torch.equal(copied, source):
-        raise RuntimeError("the copy that was timed did not copy: nothing can be measured against it")
+        raise RuntimeError("the timed copy did not copy the data, so its rate cannot be used")
     return 2 * COPY_BYTES / (microseconds * 1e-6)
 
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.attention_bench import GpuTimer, Step, measured_rows
+from benchmarks.attention_bench import GpuTimer, Step, run_benchmark
 from benchmarks.attention_cases import JUDGED_KERNEL, Case, Row
 
 CASES = (Case(32, 8192, 8), Case(32, 2048, 4), Case(8, 8192, 8))
@@ -90,7 +90,7 @@ def measure(device: torch.device) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with command-line arguments. Returns the exit code."""
-    return 4 if measured_rows("attention_variants", __doc__, measure, argv) is None else 0
+    return 4 if run_benchmark("attention_variants", __doc__, measure, argv) is None else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import attention_reference as reference
-from benchmarks.attention_bench import GpuTimer, Step, measured_rows
+from benchmarks.attention_bench import GpuTimer, Step, run_benchmark
 from benchmarks.attention_cases import STORAGES, Case, Row
 
 HISTORIES = ((8192, 512), (8192, 2048), (512, 512), (8192, 128), (8192, 4))
@@ -38,14 +38,14 @@ def measure(device: torch.device) -> Iterator[Row]:
         for storage in STORAGES:
             step = Step(case, storage, device, seed=1)
             stored = [reference.dequantize(step.layout, step.cache, table.long(), history) for table in step.page_table]
-            given = [
+            dense = [
                 torch.cat([torch.stack(side), x.view(batch, new, case.kv_heads, -1).transpose(1, 2)], 2)
                 for side, x in zip(zip(*stored, strict=True), (key, value), strict=True)
             ]
             rows = query.view(batch, new, case.q_heads, -1).transpose(1, 2)
             attend = partial(scaled_dot_product_attention, scale=step.scaling, enable_gqa=True)
             visible = torch.ones(new, history + new, dtype=torch.bool, device=device).tril(history)
-            keys, values = given
+            keys, values = dense
             exact = attend(rows[-1:].float(), keys[-1:].float(), values[-1:].float(), attn_mask=visible).transpose(1, 2)[0]
             inputs = (step.layout, query, key, value, step.cache, step.page_table, step.lengths)
             microseconds, out = timer(partial(context_attention, *inputs, scaling=step.scaling), None)
@@ -61,7 +61,7 @@ def measure(device: torch.device) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with command-line arguments. Returns the exit code."""
-    rows = measured_rows("context_attention", __doc__, measure, argv)
+    rows = run_benchmark("context_attention", __doc__, measure, argv)
     if rows is None:
         return 4
     return 1 if any(not row["error"] <= TOLERANCE for row in rows if row["kernel"] in STORAGES) else 0

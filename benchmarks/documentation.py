@@ -23,8 +23,8 @@ CALIBRATION_TOKENS = 2048
 Tokens = npt.NDArray[np.int64]
 
 
-def converted(gguf: Path, out: Path) -> Path:
-    """Return a GGUF's 16-bit checkpoint; convert it unless that is already done."""
+def convert_once(gguf: Path, out: Path) -> Path:
+    """Convert a GGUF to a 16-bit checkpoint at `out`, unless `out` exists; return `out`."""
     from stages.checkpoints.gguf.convert import convert_gguf
 
     if not out.exists():
@@ -43,14 +43,14 @@ def all_tokens(checkpoint: Path) -> Tokens:
     return np.array(ids, np.int64)
 
 
-def starts(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Return start positions of texts with the given lengths, so that neither texts nor calibration tokens overlap."""
+def start_positions(tokens: int, lengths: Sequence[int]) -> list[int]:
+    """Return start positions of texts with these lengths that overlap neither each other nor the calibration tokens."""
     room = tokens - CALIBRATION_TOKENS
     if sum(lengths) > room:
-        raise UserError(f"--contexts and --texts ask for {sum(lengths)} tokens, and there are {room}; lower one of them")
+        raise UserError(f"--contexts and --texts ask for {sum(lengths)} tokens, the text has {room}; lower one of them")
     gap = (room - sum(lengths)) // max(1, len(lengths))
-    out, at = [], 0
+    positions, position = [], 0
     for length in lengths:
-        out.append(at)
-        at += length + gap
-    return out
+        positions.append(position)
+        position += length + gap
+    return positions

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.benchlib import load_model, load_policy, static_scales_on
-from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted
+from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, convert_once
 from benchmarks.numerics import Forced, Measured, Text, measure_engines, page_texts, verdict
 from benchmarks.recording import results_record, write_json
 from stages.checkpoints.places import locate_checkpoint
@@ -125,13 +125,13 @@ def show(measured: dict[str, Measured], shares: dict[str, float], texts: Sequenc
 
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where the GGUF is converted to")
+    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where the GGUF is convert_once to")
     parser.add_argument("--texts", type=int, default=TEXTS)
     parser.add_argument("--json", type=Path, help="results file")
     arguments = parser.parse_args(command_line)
     torch.set_num_threads(1)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    checkpoint = converted(locate_checkpoint(MODEL), arguments.work / "smollm2")
+    checkpoint = convert_once(locate_checkpoint(MODEL), arguments.work / "smollm2")
     tokens, model = all_tokens(checkpoint), load_model(checkpoint)
     scales = static_scales_on(checkpoint, tokens[-CALIBRATION_TOKENS:].reshape(-1, 512).tolist())
     texts = page_texts(tokens, arguments.texts, TOKENS, FIRST)

@@ -1,12 +1,12 @@
-"""Error rates of the gates at their limits, and their power: how often they decide about sound and broken caches.
+"""Error rates of the gates at their limits, and their power: how often they decide on sound and on broken caches.
 
     python -m benchmarks.recovery                     # two hours: 3,000 questions to SmolLM2, a file that this reads
     python -m benchmarks.gates                        # a minute: the figures of docs/statistics.md, results/error_rates.json
 
 **Recovery.** Candidates at the limit are made from measured candidates in four ways. `proportional`: all probabilities shrink
-by the same factor. `scaled`: the losses of a worse cache, made smaller. `questions`: a broken cache's rows for some questions.
-`pages`: a broken cache's rows for some whole pages. Pages are drawn with replacement. With few pages, no test can exclude
-`pages`: if one page in eight is broken, 13 % of draws of 15 pages contain no broken page.
+by the same factor. `scaled`: the losses of a worse cache, made smaller. `questions`: the rows of a broken cache for some
+questions. `pages`: the rows of a broken cache for all questions of some pages. Pages are drawn with replacement. With few
+pages, no test can exclude `pages`: if one page in eight is broken, 13 % of draws of 15 pages contain no broken page.
 
 **Mean KL.** A measured shape (`benchmarks.gate_shapes`) is scaled until its mean is the limit. To count wrong PASSes, this mean
 is over documents that are cut at OUTLIER times the limit. To count wrong FAILs, documents are not cut.
@@ -90,7 +90,7 @@ def at_limit(answers: Answers, limit: float, columns: Sequence[int], rng: np.ran
             yield f"{policy}, pages", base, _mixed(base, kept, broken, limit, rng, pages=True)
 
 
-def drawn(base: Array, kept: Array, pages: int, rng: np.random.Generator, runs: int = RUNS) -> tuple[Array, Array]:
+def draw_pages(base: Array, kept: Array, pages: int, rng: np.random.Generator, runs: int = RUNS) -> tuple[Array, Array]:
     """Draw pages with replacement; return baseline and candidate, (runs, pages)."""
     chosen = rng.integers(len(base), size=(runs, pages))
     return base.mean(axis=1)[chosen], kept.mean(axis=1)[chosen]
@@ -102,7 +102,7 @@ def recovery(answers: Answers, columns: Sequence[int], limit: float, looks: Sequ
     failed: dict[str, list[float]] = {}
     for rng in np.random.default_rng(SEED).spawn(MIXTURES):
         for name, base, kept in at_limit(answers, limit, columns, rng):
-            runs = drawn(base, kept, looks[-1], rng)
+            runs = draw_pages(base, kept, looks[-1], rng)
             passed.setdefault(name, []).append(float(passing(*runs, limit, looks).mean()))
             failed.setdefault(name, []).append(float(failing(*runs, limit, looks, figures).mean()))
     pages = [name for name in passed if name.endswith("pages")]
@@ -112,7 +112,9 @@ def recovery(answers: Answers, columns: Sequence[int], limit: float, looks: Sequ
         "wrong FAIL": max(float(np.mean(shares)) for shares in failed.values()),
     }
     for policy, rows in answers.candidates.items():
-        runs = drawn(answers.baseline[:, columns], rows[:, columns], looks[-1], np.random.default_rng(SEED), MIXTURES * RUNS)
+        runs = draw_pages(
+            answers.baseline[:, columns], rows[:, columns], looks[-1], np.random.default_rng(SEED), MIXTURES * RUNS
+        )
         decided = passing(*runs, limit, looks) if policy in SOUND else failing(*runs, limit, looks, figures)
         rates[f"{policy} {'PASS' if policy in SOUND else 'FAIL'}"] = float(decided.mean())
     return {name: round(100 * rate, 1) for name, rate in rates.items()}

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, static_scales_on
-from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
+from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, convert_once, start_positions
 from benchmarks.recording import log
 from benchmarks.transformers_cache import bytes_per_token, peers
 from stages.checkpoints.places import locate_checkpoint
@@ -209,7 +209,7 @@ def tiny_calibration() -> list[tuple[int, ...]]:
 
 def page_texts(tokens: npt.NDArray[np.int64], pages: int, length: int, first: int = PAGE_FIRST) -> list[Text]:
     """Return `pages` pages of Python's documentation; tokens from `first` on are scored."""
-    texts = [tokens[at : at + length].tolist() for at in starts(len(tokens), [length] * pages)]
+    texts = [tokens[at : at + length].tolist() for at in start_positions(len(tokens), [length] * pages)]
     return [Text(f"page {i}", tuple(page[:-1]), first, tuple(page[first + 1 :])) for i, page in enumerate(texts)]
 
 
@@ -336,7 +336,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
             show(measure(load_model(), texts, static_scales_on(CHECKPOINT, tiny_calibration())), texts)
             continue
         arguments.work.mkdir(parents=True, exist_ok=True)
-        checkpoint = converted(locate_checkpoint(MODEL if name == "smollm2" else GEMMA3), arguments.work / name)
+        checkpoint = convert_once(locate_checkpoint(MODEL if name == "smollm2" else GEMMA3), arguments.work / name)
         tokens = all_tokens(checkpoint)
         if arguments.peers:
             texts = page_texts(tokens, PEER_TEXTS, PAGE_TOKENS)

@@ -1,4 +1,4 @@
-"""The first hour on a GPU: every part of a step runs in a separate process with a time limit; results: PASS, FAIL or MISSING.
+"""All checks that need a GPU. A step has parts; each runs in a separate process with a time limit and is PASS, FAIL or MISSING.
 
     python -m benchmarks.on_gpu --step correctness            # or verdicts, speed, peers, causes; `make gpu` runs all five
     python -m benchmarks.on_gpu --step speed --out FOLDER     # results and outputs of the parts (default: work/gpu)
@@ -87,26 +87,26 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower())
 
 
-def tests(name: str, seconds: int, needs: str, arguments: str) -> Part:
+def test_part(name: str, seconds: int, needs: str, arguments: str) -> Part:
     """Return a part that runs tests."""
     return Part(name, f"{PYTEST} {arguments}", seconds, f"{TESTED} {needs}")
 
 
-def attention(name: str, seconds: int, kernels: str, batches: str, tokens: str, group: int = 8, needs: str = "") -> Part:
+def attention_part(name: str, seconds: int, kernels: str, batches: str, tokens: str, group: int = 8, needs: str = "") -> Part:
     """Return a part that runs the attention benchmark."""
     sizes = f"--batches {batches} --tokens {tokens} --groups {group} --ragged '' --kernels '{kernels}'"
     command = f"{PYTHON} -m benchmarks.decode_attention --json {{out}}/{slug(name)}.json {sizes}"
     return Part(name, command, seconds, f"triton rich {needs}")
 
 
-def judged(name: str, seconds: int, needs: str, arguments: str) -> Part:
+def evaluation_part(name: str, seconds: int, needs: str, arguments: str) -> Part:
     """Return a part that runs an evaluation, which must end in PASS."""
     command = f"{PYTHON} -m pipeline stage=evaluate tracking=none workdir={{out}}/{slug(name)} {arguments}"
     return Part(name, command, seconds, f"hydra pydantic modelopt transformers triton {needs}")
 
 
-def watched(name: str, seconds: int, tool: str) -> Part:
-    """Return a part that runs every kernel's decode step under a CUDA tool, whose command begins with its program."""
+def profiled_part(name: str, seconds: int, tool: str) -> Part:
+    """Return a part that runs every kernel's decode step under a CUDA tool. `tool`: the tool's program and options."""
     kernels = "tests/gpu/test_kernels_on_gpu.py -k 'captured_step and fp8k_int4v'"
     return Part(name, f"{tool} {PYTEST} {kernels}", seconds, f"bin:{tool.partition(' ')[0]} {TESTED}")
 
@@ -118,40 +118,43 @@ FLASHINFER = "flashinfer fp8,flashinfer xqa fp8,flashinfer bf16,flashinfer xqa b
 PARALLEL = f"-n {CORES}"
 STEPS: dict[str, tuple[Part, ...]] = {
     "correctness": (
-        tests("captured kernels", 120, "", "tests/gpu/test_kernels_on_gpu.py"),
-        tests("kernels against the reference", 240, "xdist", f"{PARALLEL} {KERNELS}"),
-        tests("PTX of the plugin", 90, "cupy", "tests/integration/plugins/test_kernel_arguments.py"),
-        tests("engine", 180, "transformers", "tests/gpu/test_engine_on_gpu.py -k 'not command_line'"),
-        tests(
+        test_part("captured kernels", 120, "", "tests/gpu/test_kernels_on_gpu.py"),
+        test_part("kernels against the reference", 240, "xdist", f"{PARALLEL} {KERNELS}"),
+        test_part("PTX of the plugin", 90, "cupy", "tests/integration/plugins/test_kernel_arguments.py"),
+        test_part("engine", 180, "transformers", "tests/gpu/test_engine_on_gpu.py -k 'not command_line'"),
+        test_part(
             "engine against the reference engine", 180, "transformers xdist", f"{PARALLEL} tests/long/test_reference_kernels.py"
         ),
-        tests(
+        test_part(
             "reference engine",
             180,
             "transformers xdist",
             f"{PARALLEL} tests/gpu/test_reference_on_gpu.py -k 'not command_line'",
         ),
-        tests("command line", 240, "transformers modelopt", "tests/gpu/test_engine_on_gpu.py -k command_line"),
-        tests("TensorRT plans", 240, "transformers tensorrt onnxruntime", "tests/gpu/test_plans_on_gpu.py"),
+        test_part("command line", 240, "transformers modelopt", "tests/gpu/test_engine_on_gpu.py -k command_line"),
+        test_part("TensorRT plans", 240, "transformers tensorrt onnxruntime", "tests/gpu/test_plans_on_gpu.py"),
     ),
     "verdicts": (
-        *(judged(f"tiny {kv}", 150, "", f"kv={kv} {KERNEL_ENGINE}") for kv in ("fp8k_int4v", "fp8", "int8")),
-        *(judged(f"tiny {kv} on vLLM", 300, "env:KVGATE_VLLM_PYTHON", f"kv={kv} {VLLM}") for kv in ("fp8", "vllm_int8")),
+        *(evaluation_part(f"tiny {kv}", 150, "", f"kv={kv} {KERNEL_ENGINE}") for kv in ("fp8k_int4v", "fp8", "int8")),
+        *(
+            evaluation_part(f"tiny {kv} on vLLM", 300, "env:KVGATE_VLLM_PYTHON", f"kv={kv} {VLLM}")
+            for kv in ("fp8", "vllm_int8")
+        ),
     ),
     "speed": (
-        attention("8B, batch 32, 2k", 150, KV, "32", "2k", group=4),
-        attention("large caches", 200, KV, "8,32", "8k,32k"),
+        attention_part("8B, batch 32, 2k", 150, KV, "32", "2k", group=4),
+        attention_part("large caches", 200, KV, "8,32", "8k,32k"),
         *(
             Part(name.replace("_", " "), f"{PYTHON} -m benchmarks.{name} --json {{out}}/{name}.json", 240, "triton")
             for name in ("attention_variants", "context_attention")
         ),
     ),
-    "peers": (attention("FlashInfer", 420, f"{KV},{FLASHINFER}", "8,32", "8k", needs="flashinfer"),),
+    "peers": (attention_part("FlashInfer", 420, f"{KV},{FLASHINFER}", "8,32", "8k", needs="flashinfer"),),
     "causes": (
-        watched("races", 150, "compute-sanitizer --tool racecheck --error-exitcode 1"),
-        watched("memory", 150, "compute-sanitizer --tool memcheck --error-exitcode 1"),
+        profiled_part("races", 150, "compute-sanitizer --tool racecheck --error-exitcode 1"),
+        profiled_part("memory", 150, "compute-sanitizer --tool memcheck --error-exitcode 1"),
         # Do not change the clocks of a shared card.
-        watched("counters", 200, f"ncu --clock-control none {SECTIONS} -c 20"),
+        profiled_part("counters", 200, f"ncu --clock-control none {SECTIONS} -c 20"),
     ),
 }
 """Parts by step. The steps answer: are results correct, do caches pass, how fast are they, how fast are peers, and why."""
@@ -166,20 +169,20 @@ def gpus() -> int:
     return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(byref(count)) == 0 else 0
 
 
-def missing(part: Part) -> list[str]:
-    """Return the requirements of a part that this machine lacks."""
-    looks: dict[str, Callable[[str], object]] = {"bin": which, "env": os.environ.get, "": find_spec}
+def missing_requirements(part: Part) -> list[str]:
+    """Return the requirements of a part that this machine does not meet."""
+    finders: dict[str, Callable[[str], object]] = {"bin": which, "env": os.environ.get, "": find_spec}
     split = {need: need.rpartition(":") for need in part.needs.split()}
-    return [need for need, (kind, _, name) in split.items() if not looks[kind](name)]
+    return [need for need, (kind, _, name) in split.items() if not finders[kind](name)]
 
 
 def run_part(part: Part, out: Path, seconds: float) -> Outcome:
     """Run a part, and kill all its processes at its end."""
     command = [word.replace("{out}", str(out)) for word in shlex.split(part.command)]
-    written = shlex.join(command).replace(PYTHON, "python")
-    lacking = missing(part)
-    if lacking:
-        return Outcome(part.name, "MISSING", 0.0, ", ".join(need.rpartition(":")[2] for need in lacking), written)
+    shown_command = shlex.join(command).replace(PYTHON, "python")
+    missing = missing_requirements(part)
+    if missing:
+        return Outcome(part.name, "MISSING", 0.0, ", ".join(need.rpartition(":")[2] for need in missing), shown_command)
     limit, started = min(part.seconds, seconds), time.monotonic()
     log = out / f"{slug(part.name)}.log"
     with log.open("wb") as output:
@@ -200,7 +203,7 @@ def run_part(part: Part, out: Path, seconds: float) -> Outcome:
     lines = log.read_text(errors="replace").splitlines()
     detail = "" if code == 0 else f"longer than {limit:.0f} s" if code is None else f"exit code {code}"
     took = time.monotonic() - started
-    return Outcome(part.name, "FAIL" if detail else "PASS", round(took, 1), detail, written, tuple(lines[-LAST_LINES:]))
+    return Outcome(part.name, "FAIL" if detail else "PASS", round(took, 1), detail, shown_command, tuple(lines[-LAST_LINES:]))
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
+from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, convert_once, start_positions
 from benchmarks.recording import ROOT, log, machine, results_record, version, write_json
 from stages.checkpoints.places import GGUF_SUFFIX, locate_checkpoint
 from stages.evaluate.distances.distance import kl_of_logits
@@ -30,7 +30,7 @@ Logits = npt.NDArray[np.float32]
 Cell = dict[str, Any]
 PREPARE = "prepare"
 WARM_UP = 8
-"""Tokens of a first prefill that is not timed."""
+"""Tokens of an untimed prefill before the measurement."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Setting:
 
 
 class Peer(ABC):
-    """One KV format of an engine: a sequence that is decoded step by step."""
+    """An engine with one KV format, which decodes a sequence step by step."""
 
     title: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
@@ -64,7 +64,7 @@ class Peer(ABC):
     @classmethod
     @abstractmethod
     def prepare(cls, setting: Setting) -> None:
-        """Convert the checkpoint to the engine's format, unless that is already done."""
+        """Convert the checkpoint to the engine's format, unless it is converted already."""
 
     @abstractmethod
     def start(self) -> None:
@@ -276,32 +276,33 @@ def measure(engine: Peer, tokens: Sequence[int], context: int, logits: Path) -> 
 
 
 def run_job() -> None:
-    """Prepare a peer or measure one format, as stdin says. The last line on stdout is the result or the error."""
-    given = json.load(sys.stdin)
-    peer, setting = PEERS[given["peer"]], Setting(**given["setting"])
+    """Prepare a peer or measure one format, as the JSON on stdin requests. Print the result or the error as the last line."""
+    job = json.load(sys.stdin)
+    peer, setting = PEERS[job["peer"]], Setting(**job["setting"])
     Path(setting.models).mkdir(parents=True, exist_ok=True)
     try:
-        if given["kv"] == PREPARE:
+        if job["kv"] == PREPARE:
             peer.prepare(setting)
-            found: Cell = {"versions": {name: version(name) for name in peer.distributions}}
+            result: Cell = {"versions": {name: version(name) for name in peer.distributions}}
         else:
-            found = measure(peer(given["kv"], setting), given["tokens"], given["context"], Path(given["logits"]))
+            result = measure(peer(job["kv"], setting), job["tokens"], job["context"], Path(job["logits"]))
     except Exception as error:  # a peer's failure is a result
-        found = {"cannot": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found))
+        result = {"cannot": f"{type(error).__name__}: {error}"}
+    print(json.dumps(result))
 
 
-def ask(sites: Path, peer: str, kv: str, setting: Setting, **more: Any) -> Cell:
-    """Run a job in a separate process, with the peer's folder first on the module path."""
-    job = json.dumps({"peer": peer, "kv": kv, "setting": asdict(setting), **more})
+def run_in_process(sites: Path, peer: str, kv: str, setting: Setting, **fields: Any) -> Cell:
+    """Run a job in a separate process, with the peer's folder first on the module path. `fields`: further keys of the job."""
+    job = json.dumps({"peer": peer, "kv": kv, "setting": asdict(setting), **fields})
     path = os.pathsep.join([str((sites / peer).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"OMP_NUM_THREADS": str(setting.threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    changes = {"OMP_NUM_THREADS": str(setting.threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "benchmarks.peers_cpu", "--job"]
-    process = subprocess.run(command, input=job, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | changes
+    process = subprocess.run(command, input=job, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     if process.returncode:
         return {"cannot": f"its process ended with code {process.returncode}: {process.stderr.strip()[-300:]}"}
-    found: Cell = json.loads(process.stdout.splitlines()[-1])
-    return found
+    result: Cell = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -309,8 +310,8 @@ def table(cells: Sequence[Cell]) -> str:
     rows = ["| tokens | engine | cache | bytes a token | mean KL | first token, CPU s | step, CPU ms |", "|---" * 7 + "|"]
     for cell in (cell for cell in cells if "cannot" not in cell):
         figures = f"{cell['mean_kl']:.1e} | {cell['first_token_cpu_s']:,.1f} | {1e3 * cell['step_cpu_s']:,.1f}"
-        shown = f"| {cell['context']:,} | {PEERS[cell['peer']].title} | `{cell['kv']}` | {cell['bytes_per_token']:,.0f}"
-        rows.append(f"{shown} | {figures} |")
+        engine = f"| {cell['context']:,} | {PEERS[cell['peer']].title} | `{cell['kv']}` | {cell['bytes_per_token']:,.0f}"
+        rows.append(f"{engine} | {figures} |")
     return "\n".join(rows)
 
 
@@ -331,14 +332,14 @@ def main() -> None:
         return run_job()
     source, work = locate_checkpoint(options.model), options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    checkpoint = converted(source, work / "checkpoint") if source.suffix == GGUF_SUFFIX else source
+    checkpoint = convert_once(source, work / "checkpoint") if source.suffix == GGUF_SUFFIX else source
     tokens, capacity = all_tokens(checkpoint).tolist(), max(options.contexts) + options.forced + 1
-    begins = starts(len(tokens), [context + options.forced for context in options.contexts])
+    begins = start_positions(len(tokens), [context + options.forced for context in options.contexts])
     cells: list[Cell] = []
     for peer in options.peers:
         calibration = tokens[-CALIBRATION_TOKENS:]
         setting = Setting(str(checkpoint.resolve()), str(work / peer), options.threads, capacity, calibration)
-        prepared = ask(options.sites, peer, PREPARE, setting)
+        prepared = run_in_process(options.sites, peer, PREPARE, setting)
         log(f"{PEERS[peer].title}: {prepared}")
         if "cannot" in prepared:
             log(f"  pip install --target {options.sites / peer} {PEERS[peer].install}")
@@ -347,10 +348,11 @@ def main() -> None:
             text = tokens[begin : begin + context + options.forced]
             for kv, width in PEERS[peer].formats.items():
                 logits, baseline = (work / f"{peer}-{name}.npy" for name in (kv, next(iter(PEERS[peer].formats))))
-                found = ask(options.sites, peer, kv, setting, tokens=text, context=context, logits=str(logits))
-                if "cannot" not in found:
-                    found["mean_kl"] = float(kl_of_logits(np.load(baseline), np.load(logits)).mean())
-                cells.append({"context": context, "width": width, "peer": peer, "kv": kv, **found, **prepared})
+                fields = {"tokens": text, "context": context, "logits": str(logits)}
+                result = run_in_process(options.sites, peer, kv, setting, **fields)
+                if "cannot" not in result:
+                    result["mean_kl"] = float(kl_of_logits(np.load(baseline), np.load(logits)).mean())
+                cells.append({"context": context, "width": width, "peer": peer, "kv": kv, **result, **prepared})
                 log(f"  {cells[-1]}")
     print(table(cells))
     write_json(options.json, {**results_record(cells), "machine": {**machine(), "threads": options.threads}})

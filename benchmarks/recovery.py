@@ -40,7 +40,7 @@ LOOKS = (15, 38, 150, 750)
 
 @dataclass(frozen=True)
 class Answers:
-    """Results for questions: one question per kind and page, in the order of the run."""
+    """Results of all questions, one per kind and page, in the order of the run."""
 
     kinds: Sequence[str]
     baseline: Array
@@ -69,7 +69,7 @@ def measure(workdir: Path) -> dict[str, Any]:
     for config in plan([*command, "workloads.rounds=[1.0]", "workloads.conformance_samples=0"], multirun=True).jobs:
         steps = Run(config).verdict_steps
         answers = steps.round(FP16_POLICY, 1)
-        baseline, candidate = (read_round(one.path) for one in (answers, steps.round(config.kv, 1, answers)))
+        baseline, candidate = (read_round(artifact.path) for artifact in (answers, steps.round(config.kv, 1, answers)))
         rows = [
             make_row(item, candidate.statistics[name], baseline.answers.get(name), candidate.answers.get(name))
             for item in baseline.scored(read_encoded(steps.encoded_samples.path))
@@ -102,7 +102,7 @@ def rows_of(answers: Answers, policy: str, pages: Sequence[int]) -> list[SampleR
 
 
 def show(answers: Answers) -> None:
-    """Print the recovery of every cache, and the decisions of the gates on answers if every look were the only look."""
+    """Print the recovery of every cache, and the decisions of the gates on answers at each look, as if it were the only one."""
     thresholds, nothing = Thresholds(), EvaluationReport.model_construct(slices=[])
     counts = [f"{count * len(answers.kinds):,} questions" for count in LOOKS]
     print(f"| cache | {' | '.join(counts)} |\n|---|{'---|' * len(counts)}")
@@ -118,7 +118,8 @@ def show(answers: Answers) -> None:
             checks = [kind.check(kind.test(level, thresholds.pass_alpha, last=True)) for kind in kinds]
             status = min((check.status for check in checks), key=["FAIL", "INCONCLUSIVE", "PASS"].index)
             worse = any(
-                one.test(level, thresholds.pass_alpha, last=True).decision == "FAIL" for one in accuracy(evidence, thresholds)
+                figure.test(level, thresholds.pass_alpha, last=True).decision == "FAIL"
+                for figure in accuracy(evidence, thresholds)
             )
             side = "at most" if checks[0].status == "FAIL" else "at least"
             points = 100 * float((answers.right[policy][:count] - answers.right["fp16"][:count]).mean())
@@ -131,7 +132,7 @@ def show(answers: Answers) -> None:
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, default=Path("work/recovery"))
-    parser.add_argument("--show", action="store_true", help="print the table of the file that is there")
+    parser.add_argument("--show", action="store_true", help="only print the table of the existing file")
     arguments = parser.parse_args(command_line)
     if not arguments.show:
         text = json.dumps(measure(arguments.workdir), separators=(",", ":")).replace("],[", "],\n[")

@@ -44,11 +44,11 @@ def wait_for(url: str, seconds: float) -> str:
 
 
 def compare(evaluation: Path, encoded: Path, url: str, questions: int) -> list[dict[str, Any]]:
-    """Return the answers of the server and of the judged engine to `questions` judged questions."""
+    """Return the answers of the server and of the judged engine to at most `questions` judged samples."""
     items = {item.sample.id: item for item in read_encoded(encoded)}
     rows = [json.loads(line) for line in (evaluation / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     judged = [row for row in rows if row["judged"]]
-    model, found = wait_for(url, seconds=120), []
+    model, results = wait_for(url, seconds=120), []
     for row in judged[:: max(1, len(judged) // questions)][:questions]:
         item = items[row["id"]]
         answer = post(
@@ -59,8 +59,8 @@ def compare(evaluation: Path, encoded: Path, url: str, questions: int) -> list[d
             temperature=0.0,
         )
         served, expected = answer["choices"][0]["text"], row["candidate_generation"]
-        found.append({"sample": row["id"], "same": served == expected, "served": served, "judged": expected})
-    return found
+        results.append({"sample": row["id"], "same": served == expected, "served": served, "judged": expected})
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,13 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args(argv)
-    found = compare(arguments.evaluation, arguments.encoded, arguments.url.rstrip("/"), arguments.questions)
-    for row in found:
+    results = compare(arguments.evaluation, arguments.encoded, arguments.url.rstrip("/"), arguments.questions)
+    for row in results:
         print("same     " if row["same"] else "different", row["sample"], repr(row["served"]), repr(row["judged"]))
-    same = sum(row["same"] for row in found)
-    print(f"{same} of {len(found)} answers are the same")
-    write_json(arguments.json, results_record(found))
-    return 0 if found and same == len(found) else 1
+    same = sum(row["same"] for row in results)
+    print(f"{same} of {len(results)} answers are the same")
+    write_json(arguments.json, results_record(results))
+    return 0 if results and same == len(results) else 1
 
 
 if __name__ == "__main__":

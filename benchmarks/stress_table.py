@@ -38,12 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="", help="regular expression that a policy's name begins with")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path, required=True, help="results file; rows of other policies stay")
+    parser.add_argument("--json", type=Path, required=True, help="results file; rows of other policies are kept")
     options = parser.parse_args()
 
     names = [path.stem for path in sorted((ROOT / "conf" / "kv").glob("*.yaml")) if re.match(options.match, path.stem)]
-    held = json.loads(options.json.read_text())["results"] if options.json.exists() else []
-    rows = {(row["policy"], row["engine"]): row for row in held}
+    existing = json.loads(options.json.read_text())["results"] if options.json.exists() else []
+    rows = {(row["policy"], row["engine"]): row for row in existing}
     model, scales_of = load_model(), static_scales_on(CHECKPOINT, story_tokens(8, 512).tolist())
     for name in [name for name in names if name not in TOO_WIDE]:
         policy = load_policy(name)
@@ -61,8 +61,8 @@ def main() -> None:
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))
                         engine = load_engine(bundle, threads=1, attention=kind)
                     config = CONFIG.model_copy(update={"seed": seed})
-                    found = run_stress_test(engine, reference, config, BATCH, CLAIMED, no_progress)
-                    failures += [f"seed {seed}: {failure}" for failure in found.failures[:1]]
+                    result = run_stress_test(engine, reference, config, BATCH, CLAIMED, no_progress)
+                    failures += [f"seed {seed}: {failure}" for failure in result.failures[:1]]
             rows[name, kind] = {
                 **{"policy": name, "engine": kind, "seeds": options.seeds, "failures": failures},
                 "commit": checkout(),

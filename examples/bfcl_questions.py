@@ -28,16 +28,16 @@ TASK = (
 def questions(data: Path, category: str) -> Iterator[dict[str, Any]]:
     """Yield the questions of a category whose answer is a single call."""
     name = f"BFCL_v4_{category}.json"
-    answers = {line["id"]: line["ground_truth"] for line in lines(data / "possible_answer" / name)}
-    for entry in lines(data / name):
+    answers = {line["id"]: line["ground_truth"] for line in read_lines(data / "possible_answer" / name)}
+    for entry in read_lines(data / name):
         required = {function["name"]: function["parameters"]["required"] for function in entry["function"]}
         calls = [(function, values) for call in answers[entry["id"]] for function, values in call.items()]
         if len(calls) != 1:
             continue
         function, possible = calls[0]
         # The value "" means that the argument is optional.
-        given = {key: values for key, values in possible.items() if "" not in values or key in required[function]}
-        chosen = {key: next((value for value in values if value != ""), None) for key, values in given.items()}
+        needed = {key: values for key, values in possible.items() if "" not in values or key in required[function]}
+        chosen = {key: next((value for value in values if value != ""), None) for key, values in needed.items()}
         if None in chosen.values() or "{" in json.dumps(list(chosen.values())):
             continue
         system = TASK + json.dumps(entry["function"], indent=1)
@@ -52,7 +52,7 @@ def questions(data: Path, category: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
@@ -60,18 +60,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write questions of BFCL for workloads=jsonl.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--categories", nargs="+", default=["simple_python", "multiple"], help="for example live_simple")
-    parser.add_argument("--samples", type=int, default=160, help="most questions of a category")
+    parser.add_argument("--samples", type=int, default=160, help="maximum questions per category")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="folder with BFCL_v4_*.json (default: the package bfcl-eval)")
     options = parser.parse_args()
     try:
         data = options.data or Path(str(metadata.distribution("bfcl-eval").locate_file("bfcl_eval/data")))
-        asked = [list(questions(data, category)) for category in options.categories]
+        by_category = [list(questions(data, category)) for category in options.categories]
     except (metadata.PackageNotFoundError, OSError) as error:
         sys.exit(f"bfcl_questions: {error}; pip install --no-deps bfcl-eval==2026.3.23, or give --data DIR")
     rng = random.Random(options.seed)
-    drawn = [one for known in asked for one in rng.sample(known, min(options.samples, len(known)))]
-    options.out.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in drawn), encoding="utf-8")
+    drawn = [question for part in by_category for question in rng.sample(part, min(options.samples, len(part)))]
+    options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in drawn), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from helpers.verdicts.error_rates import at_most
 from helpers.verdicts.reports import GATES, lines, report, row
 
-from benchmarks.gates import at_limit, drawn, failing, greedy, passing
+from benchmarks.gates import at_limit, draw_pages, failing, greedy, passing
 from benchmarks.recovery import load
 from stages.verdict.bets import Array
 from stages.verdict.thresholds import ALPHA
@@ -32,7 +32,8 @@ def shapes(columns: list[int] = KINDS, limit: float = GATES.min_recovery) -> Ite
 def test_a_candidate_at_the_limit_passes_in_at_most_5_percent(pages: int) -> None:
     rng = np.random.default_rng(2)
     wrong = {
-        name: passing(*drawn(base, kept, pages, rng, RUNS), GATES.min_recovery, [pages]).mean() for name, base, kept in shapes()
+        name: passing(*draw_pages(base, kept, pages, rng, RUNS), GATES.min_recovery, [pages]).mean()
+        for name, base, kept in shapes()
     }
     assert max(wrong.values()) <= at_most(0.05, RUNS), wrong
     assert max(wrong.values()) > 0, "the gate can pass"
@@ -42,7 +43,7 @@ def test_a_candidate_at_the_limit_passes_in_at_most_5_percent(pages: int) -> Non
 def test_a_candidate_at_the_limit_rarely_passes_or_fails_in_rounds(columns: list[int], limit: float) -> None:
     rng = np.random.default_rng(3)
     for name, base, kept in shapes(columns, limit):
-        runs = drawn(base, kept, LOOKS[-1], rng, RUNS)
+        runs = draw_pages(base, kept, LOOKS[-1], rng, RUNS)
         assert passing(*runs, limit, LOOKS).mean() <= at_most(0.05, RUNS), name
         assert failing(*runs, limit, LOOKS, len(PLACES)).mean() <= at_most(ALPHA / 2, RUNS), name
 
