@@ -125,7 +125,7 @@ def show(measured: dict[str, Measured], shares: dict[str, float], texts: Sequenc
 
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where the GGUF is convert_once to")
+    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where the GGUF is converted")
     parser.add_argument("--texts", type=int, default=TEXTS)
     parser.add_argument("--json", type=Path, help="results file")
     arguments = parser.parse_args(command_line)
