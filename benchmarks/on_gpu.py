@@ -245,9 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 4
     names = list(STEPS) if arguments.step == "all" else [arguments.step]
     out = arguments.out.absolute()
-    found = {name: run_step(name, out) for name in names}
-    print("\n".join(["", *(line(name, outcome) for name, outcomes in found.items() for outcome in outcomes)]))
-    return 3 if any(outcome.status == "FAIL" for outcomes in found.values() for outcome in outcomes) else 0
+    results = {name: run_step(name, out) for name in names}
+    print("\n".join(["", *(line(name, outcome) for name, outcomes in results.items() for outcome in outcomes)]))
+    return 3 if any(outcome.status == "FAIL" for outcomes in results.values() for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -154,16 +154,16 @@ def score_own_answers(
 
     `run` is `run_samples` on the baseline, and `unfinished` the directory of its results.
     """
-    pairs = [(sample, own) for sample in samples if (own := with_own_answer(sample, stopping)) is not None]
+    pairs = [(sample, item) for sample in samples if (item := with_own_answer(sample, stopping)) is not None]
     if not pairs:
         return
     folder = ResultFolder(unfinished)
-    results = run([own for _, own in pairs], folder=folder)
-    for (sample, own), result in zip(pairs, results, strict=True):
+    results = run([item for _, item in pairs], folder=folder)
+    for (sample, item), result in zip(pairs, results, strict=True):
         if result.statistics.baseline_nll.sum() < sample.result.statistics.baseline_nll.sum():
             trace = Exercised.merged([sample.result.trace, result.trace])
             sample.result = replace(result, answer=sample.result.answer, trace=trace)
-            sample.encoded = own
+            sample.encoded = item
             sample.folder = folder
 
 

@@ -58,12 +58,12 @@ def measure_once(
     batch = config.batch_size
     label = progress if baseline is not None else prefix_labels(progress, "baseline: ")
     noise_label = prefix_labels(label, "noise floor: ")
-    own = stored_logprobs(measured / LOGPROBS)
+    own_logprobs = stored_logprobs(measured / LOGPROBS)
     # An engine that serves whole requests would send every single decode step as a request, so it repeats whole requests.
     in_requests = isinstance(engine, SupportsRequests)
     # Samples that the first run computed in one pass are now decoded token by token, in full batches.
     size = batch if isinstance(engine, SupportsForced) and not in_requests else other_batch_size(batch, len(subset))
-    repeated = run_samples(engine, subset, size, own, progress=noise_label, stopping=stopping, one_pass=in_requests)
+    repeated = run_samples(engine, subset, size, own_logprobs, progress=noise_label, stopping=stopping, one_pass=in_requests)
     longest = max(map(stopping.longest, [*planned, *encoded]))
     free = free_answers(engine, subset, batch, stopping, label, [result.answer for result in repeated])
     stress, cache = None, list[CacheStatistics]()

@@ -270,9 +270,9 @@ class EvaluationReport(Record):
     @property
     def overall(self) -> Slice:
         """The slice of all samples."""
-        whole = self.slice()
-        assert whole is not None, "a report always has the slice of everything"
-        return whole
+        total = self.slice()
+        assert total is not None, "a report always has the slice of all samples"
+        return total
 
     @property
     def limits(self) -> Limits | None:

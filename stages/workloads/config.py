@@ -205,8 +205,8 @@ class WorkloadsConfig(StrictModel):
     @property
     def answers_are_lines(self) -> bool:
         """Whether every answer is one line. If so, a newline ends the answers of a model without a chat template."""
-        asked = {name for name, count in self.samples.items() if count}
-        return asked <= PAGES and self.jsonl is None and not self.gsm8k
+        active = {name for name, count in self.samples.items() if count}
+        return active <= PAGES and self.jsonl is None and not self.gsm8k
 
     @property
     def is_quick_check(self) -> bool:

@@ -52,16 +52,16 @@ class _Scores:
 
     baseline: SampleLogProbs | None
     """The baseline's log-probabilities; None for the baseline, which is compared with its own."""
-    own: list[LogProbs] | None
+    recorded: list[LogProbs] | None
     """The engine's own log-probabilities, if they are recorded."""
     tokens: list[tuple[float, ...]] = field(default_factory=list)
     """Statistics by token of the reference."""
 
     def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
         """Compare the row that predicts the next reference token with the baseline's. `greedy`: the row's most likely token."""
-        logprobs = None if self.own is None else truncate_row(distributions, row, token)
-        if self.own is not None and logprobs is not None:
-            self.own.append(logprobs)
+        logprobs = None if self.recorded is None else truncate_row(distributions, row, token)
+        if self.recorded is not None and logprobs is not None:
+            self.recorded.append(logprobs)
         stored = logprobs if self.baseline is None else self.baseline.at(len(self.tokens))
         assert stored is not None, "a baseline records its log-probabilities"
         self.tokens.append(compare_logprobs(stored, distributions, row, token, greedy))
@@ -116,7 +116,9 @@ def run_samples(
                 raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
             results[event.sample] = replace(event, statistics=statistics)
             if folder is not None:
-                folder.save(results[event.sample], None if scored.own is None else SampleLogProbs.concatenate(scored.own))
+                folder.save(
+                    results[event.sample], None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
+                )
         if decoded < total:
             progress("forced decode [tokens]", decoded, total)
         else:

@@ -132,6 +132,6 @@ def _describe_answer(sample: Sample, answer: str) -> str:
     """Return a line with the end of a question, its reference and the answer, without secrets."""
     question = sample.messages[-1][1] if sample.messages else sample.prompt
     question, reference, answer = (" ".join(redact_text(text).split()) for text in (question, sample.reference, answer))
-    asked = printable(question if len(question) <= SHOWN_CHARS else f"...{question[3 - SHOWN_CHARS :]}")
+    shown_question = printable(question if len(question) <= SHOWN_CHARS else f"...{question[3 - SHOWN_CHARS :]}")
     reference, answer = short(reference, SHOWN_CHARS), short(answer, SHOWN_CHARS)
-    return f'{sample.id} (check "{sample.check}"): asked {asked!r}, expected {reference!r}, answered {answer!r}'
+    return f'{sample.id} (check "{sample.check}"): asked {shown_question!r}, expected {reference!r}, answered {answer!r}'

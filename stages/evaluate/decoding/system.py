@@ -125,14 +125,14 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
             moved = abs(after - before) if number else 0
             before = after
         for _ in range(2):
-            before, reported, held = resident_bytes(), _reported_bytes(engine), list[int]()
+            before, reported, handles = resident_bytes(), _reported_bytes(engine), list[int]()
             try:
                 for _ in range(count):
-                    held += engine.prefill([prompt])[0]
+                    handles += engine.prefill([prompt])[0]
                 grown.append(resident_bytes() - before)
                 added.append(_reported_bytes(engine) - reported)  # an engine that freed its pages allocates them again
             finally:
-                engine.release(held)
+                engine.release(handles)
     except UserError:  # the engine refuses the prompt, which the stress test reports, or lacks room
         return None
     return ProcessMemory(

@@ -144,8 +144,8 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
     A token has at least one byte, so the tokenizer is loaded only if a sample has more bytes than tokens are allowed. `limited`
     is the source of this limit, for the message.
     """
-    own = config.extra_new_tokens
-    doubtful = [sample for sample in samples if _most_tokens_of(sample) + own > most_tokens]
+    extra = config.extra_new_tokens
+    doubtful = [sample for sample in samples if _most_tokens_of(sample) + extra > most_tokens]
     if not doubtful:
         return
     for sample in doubtful:
@@ -155,9 +155,9 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
                 f"workloads: sample {sample.id} has {size:,} bytes, more than {most_tokens:,} tokens: {limited}; give less"
             )
     for item in encode(doubtful, BundleTokenizer(checkpoint), config.max_scored_tokens):
-        tokens = len(item.prompt) + len(item.reference) + (own if item.sample.judged else 0)
+        tokens = len(item.prompt) + len(item.reference) + (extra if item.sample.judged else 0)
         if tokens > most_tokens:
-            more = f" and workloads.extra_new_tokens={own}" if item.sample.judged else ""
+            more = f" and workloads.extra_new_tokens={extra}" if item.sample.judged else ""
             raise UserError(
                 f"workloads: sample {item.sample.id} has {tokens:,} tokens with its answer{more}, {limited}: "
                 f"{tokens - most_tokens:,} too many; shorten it, or leave it out"

@@ -64,10 +64,10 @@ def test_a_round_without_samples_is_left_out() -> None:
 
 
 def test_the_first_round_has_15_questions_of_each_workload() -> None:
-    for asked, first in ((3, 3), (15, 15), (20, 15), (60, 15), (300, 30)):
-        counts = Counter(sample.workload for sample in assign_rounds(samples(asked), SHARES)[0])
+    for count, first in ((3, 3), (15, 15), (20, 15), (60, 15), (300, 30)):
+        counts = Counter(sample.workload for sample in assign_rounds(samples(count), SHARES)[0])
         assert abs(counts["find"] - first) <= 1
-        assert min(counts["find"], counts["copy"]) >= min(15, asked)
+        assert min(counts["find"], counts["copy"]) >= min(15, count)
 
 
 def test_joined_rounds_give_the_report_of_one_round(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ MIB = 1 << 20
 
 
 def test_unexplained_memory_growth_fails_unless_the_noise_is_larger() -> None:
-    held = ProcessMemory(
+    measured = ProcessMemory(
         tokens=8192, grown_bytes=0, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=0
     )
     for grown, noise, status, reason in (
@@ -109,7 +109,7 @@ def test_unexplained_memory_growth_fails_unless_the_noise_is_larger() -> None:
         (26, 0, "FAIL", "the process grows by 16.0 MiB more than the policy claims for 8,192 tokens"),
         (26, 5, "WARNING", "varies by 5.0 MiB by itself, too much to detect a float16 copy of 16.0 MiB"),
     ):
-        process = held.model_copy(update={"grown_bytes": grown * MIB, "noise_bytes": noise * MIB})
+        process = measured.model_copy(update={"grown_bytes": grown * MIB, "noise_bytes": noise * MIB})
         (check,) = lines("allocation", report([], tests=engine_tests(stress_result(allocation=Allocation(process=process)))))
         assert (check.status, reason in check.reason) == (status, True), check.reason
 

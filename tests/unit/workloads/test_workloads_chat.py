@@ -30,12 +30,12 @@ def stated_in(sample: Sample) -> str:
 
 def test_questions_about_a_document_share_their_first_tokens(tiny_checkpoint: Path) -> None:
     tokenizer = load_tokenizer(tiny_checkpoint)
-    for asked in zip(*(generate(name, 6, 0) for name in QUESTIONS), strict=True):
-        assert len({sample.document for sample in asked}) == 1
-        assert len({page_of(sample) for sample in asked}) == 1
-        ids = all_prompt_ids(tokenizer, asked)
+    for questions in zip(*(generate(name, 6, 0) for name in QUESTIONS), strict=True):
+        assert len({sample.document for sample in questions}) == 1
+        assert len({page_of(sample) for sample in questions}) == 1
+        ids = all_prompt_ids(tokenizer, questions)
         shared = next(i for i, tokens in enumerate(zip(*ids, strict=False)) if len(set(tokens)) > 1)
-        assert len(tokenizer(page_of(asked[0]))["input_ids"]) < shared < min(map(len, ids))
+        assert len(tokenizer(page_of(questions[0]))["input_ids"]) < shared < min(map(len, ids))
 
 
 @each_workload
