@@ -74,7 +74,7 @@ CONF = ROOT / "conf" / "kv"
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> list[str]:
+def overrides(tmp_path: Path) -> list[str]:
     """Arguments for a model that consists only of a config.json."""
     folder = tmp_path / "llama-8b"
     folder.mkdir()
@@ -82,38 +82,38 @@ def asked(tmp_path: Path) -> list[str]:
     return [f"model.path={folder}", f"workdir={tmp_path / 'work'}"]
 
 
-def test_capacity_needs_only_a_config_json(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_capacity_needs_only_a_config_json(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = ["capacity.gpu_gib=45", "capacity.weights_gib=0", "capacity.reserve_gib=0"]
-    show_capacity(Run(config_of(*asked, "stage=capacity", "kv=fp8", "kv.sink_tokens=4", *bare)))
-    said = capsys.readouterr().out
-    found = {entry["name"]: entry for entry in json.loads((tmp_path / "work" / "capacity.json").read_text())["policies"]}
-    assert {path.stem for path in CONF.glob("*.yaml")} | {"fp8 kv.sink_tokens=4"} == found.keys()
-    assert all(f" {name} " in said for name in found)
-    assert (found["int4_g64"]["tokens_that_fit"], "1,387,821" in said) == (1_387_821, True)
+    show_capacity(Run(config_of(*overrides, "stage=capacity", "kv=fp8", "kv.sink_tokens=4", *bare)))
+    output = capsys.readouterr().out
+    policies = {entry["name"]: entry for entry in json.loads((tmp_path / "work" / "capacity.json").read_text())["policies"]}
+    assert {path.stem for path in CONF.glob("*.yaml")} | {"fp8 kv.sink_tokens=4"} == policies.keys()
+    assert all(f" {name} " in output for name in policies)
+    assert (policies["int4_g64"]["tokens_that_fit"], "1,387,821" in output) == (1_387_821, True)
     assert {path.name for path in (tmp_path / "llama-8b").iterdir()} == {"config.json"}
 
 
-def test_documented_capacities_are_the_commands_output(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_capacities_are_the_commands_output(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "serve-8b.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^kvgate (stage=capacity .*)$", page, re.MULTILINE)
-    show_capacity(Run(config_of(*shlex.split(command), *asked)))
+    show_capacity(Run(config_of(*shlex.split(command), *overrides)))
     printed = capsys.readouterr().out
     for line in re.findall(r"^(?:fp8: a request|80 GiB).*$", page, re.MULTILINE):
         assert line in printed
 
 
-def test_a_budget_that_no_policy_meets_names_the_best_policy(asked: list[str]) -> None:
+def test_a_budget_that_no_policy_meets_names_the_best_policy(overrides: list[str]) -> None:
     use = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
     with pytest.raises(GateRefusal, match=r"capacity\.concurrency=500: no policy admits this many requests, .*int4_streaming "):
-        show_capacity(Run(config_of(*asked, "stage=capacity", *use)))
+        show_capacity(Run(config_of(*overrides, "stage=capacity", *use)))
 
 
 def test_without_evidence_nothing_is_recommended_or_written(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed command for the evidence repeats this command's options, except its policy."""
     own = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
     with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):
-        recommend_policy(Run(config_of(*asked, *own), arguments=own))
+        recommend_policy(Run(config_of(*overrides, *own), arguments=own))
     assert "-m gates.max_mean_kl=0.02 'workloads.lengths=[32768]' stage=evaluate kv=int4_streaming," in capsys.readouterr().out
     assert not list(tmp_path.rglob("mlflow.db"))

@@ -14,8 +14,8 @@ from stages.core.digest import files_digest, tree_files
 
 def test_a_sweep_judges_against_one_baseline_and_promotes_none(swept: Swept) -> None:
     work, result = swept
-    found = summary(work)
-    by_name = {candidate["policy"]: candidate for candidate in found["candidates"]}
+    content = summary(work)
+    by_name = {candidate["policy"]: candidate for candidate in content["candidates"]}
     assert set(by_name) == {"fp8", "int4_tensor"}
     assert by_name["fp8"]["verdict"] == "PASS", by_name["fp8"]["reasons"]
     assert by_name["int4_tensor"]["verdict"] == "FAIL"
@@ -23,11 +23,11 @@ def test_a_sweep_judges_against_one_baseline_and_promotes_none(swept: Swept) -> 
     assert by_name["fp8"]["baseline"] == by_name["int4_tensor"]["baseline"]
     assert by_name["fp8"]["engine"]["digest"] != by_name["int4_tensor"]["engine"]["digest"]
     assert [by_name[kv]["metrics"]["memory/kib_per_token"] for kv in ("fp8", "int4_tensor")] == [1.0, 0.5]
-    assert (found["champion"], found["exit_code"]) == (None, 0)
+    assert (content["champion"], content["exit_code"]) == (None, 0)
     assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
     assert "fp8" in result.stdout
     assert "int4_tensor" in result.stdout
-    assert f"/runs?searchFilter=tags.sweep%20%3D%20%27{found['sweep']}%27&" in result.stdout, (
+    assert f"/runs?searchFilter=tags.sweep%20%3D%20%27{content['sweep']}%27&" in result.stdout, (
         "the address of the comparison in MLflow"
     )
 

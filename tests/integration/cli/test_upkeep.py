@@ -47,9 +47,9 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     """Judge and register an engine, leaving the same files as `stage=evaluate`."""
     candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"version": ""})
     with store.candidate(sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
-        done = store.register(run, candidate)
-    summary.begin(work, sweep, [done.name])
-    summary.record(work, sweep, done)
+        registered = store.register(run, candidate)
+    summary.begin(work, sweep, [registered.name])
+    summary.record(work, sweep, registered)
     summary.finish(work, sweep, 0)
 
 
@@ -151,10 +151,10 @@ def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys:
 def test_prune_lists_files_and_removes_nothing_by_default(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(ground.work)
     ground.command("stage=prune", "prune.keep_sweeps=1")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert contents(ground.work) == before
-    assert "prune.keep_sweeps=1 prune.apply=true" in said
-    assert "version 1 of kvgate-some-llm (int8_tensor) must be judged again before it can be promoted" in said
+    assert "prune.keep_sweeps=1 prune.apply=true" in output
+    assert "version 1 of kvgate-some-llm (int8_tensor) must be judged again before it can be promoted" in output
 
 
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity", "nothing: older rules judged it"])
@@ -174,10 +174,10 @@ def test_a_serving_engine_stays_even_with_a_lost_or_old_identity(
         copied.store.set_tags("3", {"identity_digest": file_digest(identity)})
     copied.command("stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
     assert (copied.artifacts / engine.place).is_dir()
-    said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"stays: \d for champion of kvgate-some-llm", said)
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"stays: \d for champion of kvgate-some-llm", output)
     assert identity.exists() or "nothing" not in lost
-    assert "int8_tensor" in said, "what nobody needs goes"
+    assert "int8_tensor" in output, "what nobody needs goes"
 
 
 def test_a_killed_prune_leaves_whole_artifacts(ground: Ground, tmp_path: Path) -> None:

@@ -58,5 +58,5 @@ def test_the_scenario_names_the_fault(fault: str, name: str, int8: Path, model: 
     PLANTED[fault].plant(engine)
     monkeypatch.setattr(stress_test, "SCENARIOS", [scenario for scenario in SCENARIOS if scenario.name == name])
     reference = ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]))
-    found = stress_test.run_stress_test(engine, reference, CONFIG, 32, 987, no_progress).failures
-    assert any(failure.startswith((name, "generate")) for failure in found), found
+    failures = stress_test.run_stress_test(engine, reference, CONFIG, 32, 987, no_progress).failures
+    assert any(failure.startswith((name, "generate")) for failure in failures), failures

@@ -65,7 +65,7 @@ def reference(model: Any) -> ReferenceEngine:
 @pytest.mark.parametrize(("name", "attention"), [("int8", "graph"), ("evicted_ages", "native")])
 def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decoder: Path, tmp_path: Path) -> None:
     engine, progress = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], attention=attention), list[tuple[int, int]]()
-    found = run_stress_test(
+    result = run_stress_test(
         engine,
         ReferenceEngine(make_reference(model, BY_NAME[name], engine.shape)),
         SMALL,
@@ -77,11 +77,11 @@ def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decod
     assert 0.7 < computed / announced < 1.4, "the announced number of tokens"
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     assert computed <= last
-    assert found.failures == []
-    assert found.allocation.problem is None
-    assert (found.tokens, found.batch, found.page_offsets) == (192, 6, PAGE_TOKENS)
-    assert found.forks > 6
-    assert found.requests > SMALL.requests
+    assert result.failures == []
+    assert result.allocation.problem is None
+    assert (result.tokens, result.batch, result.page_offsets) == (192, 6, PAGE_TOKENS)
+    assert result.forks > 6
+    assert result.requests > SMALL.requests
     assert engine.pool.in_use == (0, 0)
 
 
@@ -93,13 +93,13 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
     bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["streaming"])
     long = SMALL.model_copy(update={"max_tokens": 320})
     faults = {"evicted_under_a_fork": "of an origin that evicted", "evicted_never_freed": "pages stayed in the cache"}
-    for name, said in {"": "", **faults}.items():
+    for name, message in {"": "", **faults}.items():
         engine = load_engine(bundle, threads=1)
         if name:
             FAULTS[name].plant(engine)
         reference = ReferenceEngine(make_reference(model, BY_NAME["streaming"], engine.shape))
         failures = run_stress_test(engine, reference, long, 4, 150, no_progress).failures
-        assert any(said in failure for failure in failures) is bool(name), failures
+        assert any(message in failure for failure in failures) is bool(name), failures
 
 
 def test_an_engine_that_rounds_queries_is_allowed_another_code_of_a_query(model: Any) -> None:
@@ -115,11 +115,11 @@ def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any, bri
         make_reference(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
     )
     engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
-    found = run_stress_test(engine, ReferenceEngine(reference), SMALL, 4, 150, no_progress)
-    assert found.failures == []
-    assert found.allocation.problem is None
+    result = run_stress_test(engine, ReferenceEngine(reference), SMALL, 4, 150, no_progress)
+    assert result.failures == []
+    assert result.allocation.problem is None
     assert {1, 4, 6} <= {len(step.args[0]) for step in decode.call_args_list}
-    assert found.forks == 0
+    assert result.forks == 0
 
 
 # --- faults --------------------------------------------------------------------------------------------------------------
@@ -359,7 +359,9 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(int8: Path, reference
     assert engine.pool.in_use == (0, 0)
     begin = engine.prefixes.begin
     alike = PAGE_TOKENS + 5
-    engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *given)
+    engine.prefixes.begin = lambda prompt, *arguments: begin(
+        [prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *arguments
+    )
     failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
     assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
     engine.prefixes.begin, extend = begin, engine.extend
@@ -380,6 +382,6 @@ def test_the_stress_test_goes_no_further_than_the_engine_was_built_for(
     limit("batch", "walk", "crowd")
     engine: Any = load_engine(int8, threads=1)
     engine.max_tokens, engine.max_batch, engine.max_sequences = 128, 3, 3
-    found: StressResult = run_stress_test(engine, reference, SMALL, 16, 700, no_progress)
-    assert found.failures == []
-    assert (found.tokens, found.batch) == (128, 3)
+    result: StressResult = run_stress_test(engine, reference, SMALL, 16, 700, no_progress)
+    assert result.failures == []
+    assert (result.tokens, result.batch) == (128, 3)

@@ -32,7 +32,7 @@ from stages.verdict.thresholds import RULES
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"dry": True}, "dry=True: is a key of the command line only; leave it out"),
         ({"log": "json"}, "log=json: is a key of the command line only; leave it out"),
@@ -43,12 +43,12 @@ from stages.verdict.thresholds import RULES
     ],
 )
 def test_keys_that_a_call_has_no_use_for_are_refused(
-    given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        evaluate("tiny", "int8", **given)
-    assert said in str(caught.value)
+        evaluate("tiny", "int8", **options)
+    assert message in str(caught.value)
     assert caught.value.__suppress_context__
     assert list(tmp_path.iterdir()) == []
 
@@ -64,16 +64,16 @@ def test_a_value_is_written_so_that_hydra_reads_it_back(value: object) -> None:
     assert OmegaConf.to_container(OmegaConf.create({"key": read})) == {"key": value}
 
 
-@pytest.mark.parametrize("given", [None, 3])
-def test_an_invalid_path_or_model_is_named(given: Any) -> None:
-    with pytest.raises(UserError, match=f"bundle={given}: is not a path; give the directory of an engine"):
-        load(given)
-    with pytest.raises(UserError, match=f"model={given}: is not a model; give the registered one, or the checkpoint"):
-        champion(given)
+@pytest.mark.parametrize("value", [None, 3])
+def test_an_invalid_path_or_model_is_named(value: Any) -> None:
+    with pytest.raises(UserError, match=f"bundle={value}: is not a path; give the directory of an engine"):
+        load(value)
+    with pytest.raises(UserError, match=f"model={value}: is not a model; give the registered one, or the checkpoint"):
+        champion(value)
 
 
 @pytest.mark.parametrize(
-    ("place", "options", "said"),
+    ("place", "options", "message"),
     [
         ("none", {}, "no such directory"),
         (".", {}, "holds neither bundle.json nor identity.json"),
@@ -82,10 +82,10 @@ def test_an_invalid_path_or_model_is_named(given: Any) -> None:
         ("engine", {"threads": 0}, "backend.threads: input should be greater than or equal to 1"),
     ],
 )
-def test_load_refuses_a_directory_without_an_engine(place: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_load_refuses_a_directory_without_an_engine(place: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "bundle.json").write_text(json.dumps({"backend": "onnxruntime"}))
-    with refused(UserError, "", said):
+    with refused(UserError, "", message):
         load(tmp_path / place, **options)
 
 
@@ -97,7 +97,7 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("prompt", "most", "said"),
+    ("prompt", "most", "message"),
     [
         ("hello", 0, "max_new_tokens=0: must be a whole number of at least 1"),
         ("hello", "8", "max_new_tokens='8': must be a whole number of at least 1"),
@@ -107,9 +107,9 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
         ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is not a message; give {"role": "user", "content": "..."}'),
     ],
 )
-def test_an_invalid_prompt_or_length_is_named(prompt: Any, most: Any, said: str) -> None:
+def test_an_invalid_prompt_or_length_is_named(prompt: Any, most: Any, message: str) -> None:
     engine = LoadedEngine.__new__(LoadedEngine)  # generate() must refuse without using the engine
-    with refused(UserError, said):
+    with refused(UserError, message):
         engine.generate(prompt, most)
 
 

@@ -47,7 +47,7 @@ SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission fail
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (TerminatedWorkerError("text\nThe exit codes are {SIGKILL(-9)}"), 4, "a job died, or .* codes are {SIGKILL"),
         (FailedJobError("Traceback\n  File\nOSError: no folder\n"), 4, r"failed \(OSError: no folder\); free some"),
@@ -56,9 +56,9 @@ SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission fail
         (ValueError("n_jobs == 0"), 2, "^hydra/launcher=joblib: n_jobs == 0; correct hydra.launcher"),
     ],
 )
-def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, code: int, said: str) -> None:
+def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, code: int, message: str) -> None:
     cause = subprocess.CalledProcessError(1, ["sbatch"], stderr=SBATCH) if "sbatch" in str(error) else None
-    with pytest.raises((UserError, MissingRequirement), match=said) as caught, launching.launcher_errors("joblib"):
+    with pytest.raises((UserError, MissingRequirement), match=message) as caught, launching.launcher_errors("joblib"):
         raise error from cause
     assert exit_code(caught.value) == code
     assert "\n" not in str(caught.value)
@@ -97,8 +97,8 @@ before.kill()
 
 def test_only_workers_are_ended() -> None:
     """Resource trackers clean up after workers, and other processes of the caller are not the launcher's."""
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "['True', 'tracker']\n"
+    completed = subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, capture_output=True, text=True, timeout=100)
+    assert completed.stdout == "['True', 'tracker']\n"
 
 
 class Ray:

@@ -58,9 +58,9 @@ def test_an_unwritable_summary_does_not_hide_the_jobs_error(
     monkeypatch.setattr(summary, "finish", full)
     with pytest.raises(MissingRequirement, match="no GPU"):
         run_job(config)
-    said = capsys.readouterr().err
-    assert "the end of the job is not recorded: summary.json cannot be written" in said
-    assert "the end of the command is not recorded: summary.json cannot be written" in said
+    output = capsys.readouterr().err
+    assert "the end of the job is not recorded: summary.json cannot be written" in output
+    assert "the end of the command is not recorded: summary.json cannot be written" in output
 
 
 def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
@@ -120,12 +120,12 @@ def test_a_sweep_without_candidates_ends_with_advice(
     monkeypatch.setitem(actions.ACTIONS, "evaluate", evaluate)
     page = tmp_path / "report.html"
     page.write_text("yesterday's")
-    given = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
-    assert runner.run(plan(given, multirun=True), "20260101") == (3 if judged else 4)
-    said = capsys.readouterr().out
-    assert said.count("Next: ") == 1
-    assert said.index("Next: ") > said.index("job int4")
-    assert ("copy-1: asked" in said.partition("job int4")[2]) == (not judged)
+    overrides = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
+    assert runner.run(plan(overrides, multirun=True), "20260101") == (3 if judged else 4)
+    output = capsys.readouterr().out
+    assert output.count("Next: ") == 1
+    assert output.index("Next: ") > output.index("job int4")
+    assert ("copy-1: asked" in output.partition("job int4")[2]) == (not judged)
     assert page.exists() == judged
 
 
@@ -135,9 +135,9 @@ def test_a_refused_launcher_leaves_the_last_summary(tmp_path: Path, monkeypatch:
 
     summary.begin(tmp_path, "1", ["fp8"])
     monkeypatch.setattr(runner, "launch", refuse)
-    given = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8", "hydra/launcher=joblib"]
+    overrides = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8", "hydra/launcher=joblib"]
     with pytest.raises(LauncherRefusal):
-        runner.run(plan(given, multirun=True), "2")
+        runner.run(plan(overrides, multirun=True), "2")
     assert (summary.load(tmp_path).sweep, summary.sweeps(tmp_path)) == ("1", ["1"])
 
 

@@ -66,10 +66,10 @@ def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[
 def test_default_threads_are_the_physical_cores_and_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.cpu_count", lambda logical: None if logical else 6)
     parts = {}
-    for given in ([], ["backend.threads=6"], ["backend.threads=2"]):
-        config = configured(tmp_path, *given)
+    for overrides in ([], ["backend.threads=6"], ["backend.threads=2"]):
+        config = configured(tmp_path, *overrides)
         recipe = Run(config).verdict_steps.recipe("baseline", "measure", {})
-        parts[config.backend.model_dump()["threads"], bool(given)] = recipe.key
+        parts[config.backend.model_dump()["threads"], bool(overrides)] = recipe.key
     assert set(parts) == {(6, False), (6, True), (2, True)}
     assert parts[6, False] == parts[6, True] != parts[2, True]
 
@@ -95,9 +95,9 @@ def test_limits_beyond_the_questions_are_noted_before_judging(
     room = config.workloads.extra_new_tokens
     item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
     Run(config).verdict_steps.note_length([item])
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     advice = "the samples have at most 591 tokens; give backend.max_tokens=640, or workloads.lengths=[704] (15 documents"
-    assert (advice in said) is noted
+    assert (advice in output) is noted
 
 
 @pytest.mark.parametrize("compared", [0, 1])

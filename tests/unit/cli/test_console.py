@@ -22,25 +22,25 @@ def _silent_afterwards() -> Iterator[None]:
 
 
 def stderr(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 160) -> io.StringIO:
-    written = io.StringIO()
-    shown = Console(file=written, force_terminal=terminal, width=width, highlight=False, color_system=None)
+    stream = io.StringIO()
+    shown = Console(file=stream, force_terminal=terminal, width=width, highlight=False, color_system=None)
     monkeypatch.setattr(console, "err", shown)
-    return written
+    return stream
 
 
-def wait_for(written: io.StringIO, text: str) -> None:
+def wait_for(stream: io.StringIO, text: str) -> None:
     for _ in range(3000):
-        if text in written.getvalue():
+        if text in stream.getvalue():
             return
         time.sleep(0.01)
-    raise AssertionError(f"{text!r} is not in {written.getvalue()!r}")
+    raise AssertionError(f"{text!r} is not in {stream.getvalue()!r}")
 
 
 TOKENS, SAMPLES = "forced decode [tokens]", "answers [samples]"
 
 
 @pytest.mark.parametrize(
-    ("calls", "said"),
+    ("calls", "line"),
     [
         ([(3, None)], "3 s so far"),
         ([(0, (TOKENS, 0, 8000)), (4, None)], "forced decode 0/8,000 tokens, 4 s so far"),
@@ -58,7 +58,7 @@ TOKENS, SAMPLES = "forced decode [tokens]", "answers [samples]"
     ],
 )
 def test_progress_says_how_much_how_fast_and_how_long(
-    calls: list[tuple[float, tuple[str, int, int] | None]], said: str
+    calls: list[tuple[float, tuple[str, int, int] | None]], line: str
 ) -> None:
     now = [100.0]
     phases = Phases("round fp8", None, lambda: now[0])
@@ -66,7 +66,7 @@ def test_progress_says_how_much_how_fast_and_how_long(
         now[0] += seconds
         if call is not None:
             phases.update(*call)
-    assert describe_task(phases.task)[0] == said
+    assert describe_task(phases.task)[0] == line
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -74,41 +74,41 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
     """This also holds on a terminal if several jobs share it."""
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
-    written = stderr(monkeypatch, terminal)
+    stream = stderr(monkeypatch, terminal)
     console.begin(console.JobPlace("evaluate", "fp8", 2, 5, concurrent=terminal))
     with show_progress("round fp8 1/5") as update:
-        wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: 0 s so far\n")
+        wait_for(stream, "  job 2 of 5 fp8: round fp8 1/5: 0 s so far\n")
         update(TOKENS, 8, 9)
-        wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: forced decode 8/9 tokens, ")
+        wait_for(stream, "  job 2 of 5 fp8: round fp8 1/5: forced decode 8/9 tokens, ")
     console.error("seed=2: is bad")
     console.end()
     console.error("no candidate of the sweep passed")
-    *_, of_the_job, of_the_sweep = written.getvalue().splitlines()
+    *_, of_the_job, of_the_sweep = stream.getvalue().splitlines()
     assert of_the_job == "pipeline: error: job 2 of 5 fp8: seed=2: is bad"
     assert of_the_sweep == "pipeline: error: no candidate of the sweep passed"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_message_is_shown_at_once_and_of_an_inner_block_alone(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = stderr(monkeypatch, terminal)
+    stream = stderr(monkeypatch, terminal)
     with show_progress("outer") as outer, show_progress("inner") as inner:
         outer(TOKENS, 1, 9)
         outer("reading slowly", 0, 0)
-        assert "outer: reading slowly" in written.getvalue()
+        assert "outer: reading slowly" in stream.getvalue()
         inner("reading", 1, 2)
         inner("look here", 0, 0)
-    assert "inner: look here" in written.getvalue()
-    assert "inner: reading" not in written.getvalue()
+    assert "inner: look here" in stream.getvalue()
+    assert "inner: reading" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_terminal_gets_a_bar_with_every_number_whole(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = stderr(monkeypatch, terminal=True, width=width)
+    stream = stderr(monkeypatch, terminal=True, width=width)
     console.begin(console.JobPlace("evaluate", "fp8", 12, 24))
     with show_progress("round int4_streaming 1/5") as update:
         update(TOKENS, 0, 123_456)
         update(TOKENS, 12_345, 123_456)
-    shown = written.getvalue()
+    shown = stream.getvalue()
     for part in ("job 12 of 24", "int4_streaming", "12,345/123,456", "tokens"):
         assert part in shown
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown

@@ -165,9 +165,9 @@ def test_a_read_only_work_directory_is_one_of_several_problems(
 
     monkeypatch.setattr(os, "access", read_only)
     assert preview(planned(used, "stage=evaluate", "kv=int8")) == 4
-    said = capsys.readouterr()
-    assert "cannot be written to" in said.err
-    assert "round int8 1/2" in said.out
+    output = capsys.readouterr()
+    assert "cannot be written to" in output.err
+    assert "round int8 1/2" in output.out
 
 
 def test_every_problem_of_every_job_is_listed_once(
@@ -200,9 +200,9 @@ def test_problems_after_the_inputs_are_found_before_any_work(
     assert preview(planned(tmp_path / "work", "stage=evaluate")) == 4
     other = ["tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}"]
     assert preview(planned(tmp_path / "work", "stage=evaluate", *other)) == 2
-    said = capsys.readouterr().err
-    assert "this machine has no GPU" in said
-    assert "is not a database" in said
+    output = capsys.readouterr().err
+    assert "this machine has no GPU" in output
+    assert "is not a database" in output
 
 
 def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ def questions(count: int, documents: int, workload: str = "own") -> list[Sample]
 
 
 @pytest.mark.parametrize(
-    ("samples", "gates", "said"),
+    ("samples", "gates", "message"),
     [
         (questions(20, 20), {}, "cannot pass: 20 of 60 questions; ask 60, better 300"),
         (questions(60, 60), {}, None),
@@ -38,9 +38,9 @@ def questions(count: int, documents: int, workload: str = "own") -> list[Sample]
     ],
 )
 def test_too_few_questions_for_a_pass_are_known_before_any_work(
-    samples: list[Sample], gates: dict[str, float], said: str | None
+    samples: list[Sample], gates: dict[str, float], message: str | None
 ) -> None:
-    assert too_few(samples, Thresholds.model_validate(gates)) == said
+    assert too_few(samples, Thresholds.model_validate(gates)) == message
 
 
 @pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 512), (448, 512), (16_384, 2048)])
@@ -68,9 +68,9 @@ def test_a_dry_run_exits_3_if_few_questions_cannot_pass(
     use_fake_stages(monkeypatch)
     monkeypatch.setattr("helpers.commands.fake_stages.QUESTIONS", questions(8, 8, "copy"))
     assert preview(planned(tmp_path, "kv=int8", "dry=true")) == 3
-    said = capsys.readouterr()
-    assert "8 copy samples in at most 1 round" in said.out
-    assert "workloads: cannot pass: 8 of 60 questions, 8 of 15 documents of copy; ask 60, better 300" in said.err
+    output = capsys.readouterr()
+    assert "8 copy samples in at most 1 round" in output.out
+    assert "workloads: cannot pass: 8 of 60 questions, 8 of 15 documents of copy; ask 60, better 300" in output.err
     assert preview(planned(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
 
 
@@ -91,10 +91,10 @@ def test_a_finished_quick_check_exits_0_and_never_passes(
     use_fake_stages(monkeypatch)
     policies = "kv=int8,fp8_head" if sweeping else "kv=int8"
     assert run_command(planned(tmp_path / "quick", "experiment=quick", policies, sweeping=sweeping)) == 0
-    said = capsys.readouterr()
-    assert "QUICK CHECK int8" in said.out
-    assert "never passes" in said.out
-    assert "INCONCLUSIVE" not in said.out.partition("KV caches against")[0]
+    output = capsys.readouterr()
+    assert "QUICK CHECK int8" in output.out
+    assert "never passes" in output.out
+    assert "INCONCLUSIVE" not in output.out.partition("KV caches against")[0]
     assert preview(planned(tmp_path / "quick", "experiment=quick", policies, sweeping=sweeping)) == 0
     if sweeping:
         return

@@ -51,10 +51,10 @@ def test_a_candidate_is_one_test_that_is_red_unless_it_passed(tmp_path: Path) ->
     assert {name: failure is not None and failure.attrib["type"] for name, failure in failures.items()} == {
         "fp8": False, "int8": "FAIL", "a": "INCONCLUSIVE"
     }  # fmt: skip
-    said = failures["int8"]
-    assert said is not None
-    assert said.attrib["message"] == "4 of 16 answers lost"
-    assert str(said.text).splitlines()[1] == "FAIL accuracy [copy]: a reason"
+    failure = failures["int8"]
+    assert failure is not None
+    assert failure.attrib["message"] == "4 of 16 answers lost"
+    assert str(failure.text).splitlines()[1] == "FAIL accuracy [copy]: a reason"
     assert "WARNING max_ruined_share [copy]: not asked" in str(cases["fp8"].findtext("system-out"))
 
 

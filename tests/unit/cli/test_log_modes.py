@@ -43,31 +43,31 @@ print("printed by a library: hf_abcdefghijklmnopqrstuvwxyz", file=sys.stderr)
 
 
 def test_results_go_to_stdout_and_everything_else_to_stderr() -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", NOISE], check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    *lines, printed = done.stderr.splitlines()
+    *lines, printed = completed.stderr.splitlines()
     assert [line for line in lines if "printed once" in line] == ["printed once, by its own handler"]
     lines.remove("printed once, by its own handler")
     assert printed == "printed by a library: ***"
     job = {"stage": "evaluate", "policy": "fp8", "job": 2, "jobs": 5}.items()
-    by_kind = {line["result"]: line for line in map(json.loads, done.stdout.splitlines())}
+    by_kind = {line["result"]: line for line in map(json.loads, completed.stdout.splitlines())}
     assert by_kind.keys() == {"text", "comparison"}
     assert by_kind["text"]["message"] == "a sentence for people in colour"
     assert by_kind["comparison"]["rows"] == [{"policy": "fp8", "kl": None}, {"policy": None, "kl": 0.25}]
     assert job <= {name: value for name, value in by_kind["comparison"].items() if name != "rows"}.items()
     events = list(map(json.loads, lines))
-    said = {line["message"]: line for line in events}
+    by_message = {line["message"]: line for line in events}
     assert {line["level"] for line in events} == {"info", "warning", "error"}
-    assert said["logged by a library with ***"]["level"] == "warning"
-    assert any("deprecated" in message for message in said)
-    assert said["waiting for a lock"]["level"] == "warning"
-    assert said["round fp8: look at this"]["step"] == "round fp8"
-    assert job <= said["job 2 of 5: evaluate fp8 of tiny"].items()
+    assert by_message["logged by a library with ***"]["level"] == "warning"
+    assert any("deprecated" in message for message in by_message)
+    assert by_message["waiting for a lock"]["level"] == "warning"
+    assert by_message["round fp8: look at this"]["step"] == "round fp8"
+    assert job <= by_message["job 2 of 5: evaluate fp8 of tiny"].items()
     (made,) = (line for line in events if "artifact" in line)
     assert {"step": "round fp8", "artifact": "/somewhere", "seconds": 1.5, "reused": False, "job": 2}.items() <= made.items()
-    assert {"level": "error", "exit_code": 2, "job": 2}.items() <= said["it failed"].items()
-    assert said["where it came from"]["traceback"] == "KeyError: 'planted'"
+    assert {"level": "error", "exit_code": 2, "job": 2}.items() <= by_message["it failed"].items()
+    assert by_message["where it came from"]["traceback"] == "KeyError: 'planted'"
     assert all(line["time"].endswith("Z") for line in events)
 
 
@@ -77,11 +77,11 @@ def outcome(commands: Commands, folder: Path, *arguments: str, runs_stage: bool 
 
 @pytest.mark.parametrize("arguments", [("-m", "kv=fp8,fp9", "log=json"), ("log=json", "kv.sink_tokens=-1", "seed=-1")])
 def test_early_errors_follow_the_log_mode(arguments: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
-    done = outcome(commands, tmp_path, *arguments)
-    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    result = outcome(commands, tmp_path, *arguments)
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
     assert lines
     assert {(line["level"], line["exit_code"]) for line in lines if "step" not in line} == {("error", 2)}
-    assert (done.code, done.stdout) == (2, "")
+    assert (result.code, result.stdout) == (2, "")
 
 
 PRINTS = """
@@ -93,15 +93,17 @@ __main__.main()
 
 
 def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
-    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("result\n", "noise")
+    completed = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (completed.stdout, completed.stderr) == ("result\n", "noise")
 
 
 def test_a_terminal_without_a_width_shows_results() -> None:
     code = "from pipeline.cli import console; console.out.print('result')"
     environment = {**os.environ, "COLUMNS": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    assert done.stdout == "result\n"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    )
+    assert completed.stdout == "result\n"
 
 
 def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp_path: Path) -> None:
@@ -136,16 +138,16 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"), SHOWN, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+    ("arguments", "code", "message"), SHOWN, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
 )
 def test_an_option_shows_its_output_or_is_refused_in_a_line(
-    arguments: tuple[str, ...], code: int, said: str, commands: Commands, tmp_path: Path
+    arguments: tuple[str, ...], code: int, message: str, commands: Commands, tmp_path: Path
 ) -> None:
-    done = outcome(commands, tmp_path, *arguments)
-    assert done.code == code, done.stderr
-    assert said in (done.stderr if code else done.stdout)
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("\n") == (1 if code else 0)
+    result = outcome(commands, tmp_path, *arguments)
+    assert result.code == code, result.stderr
+    assert message in (result.stderr if code else result.stdout)
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == (1 if code else 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,12 +156,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) 
     reads, writes = os.pipe()
     os.close(reads)  # like `head` after it has ended
     with os.fdopen(writes, "w") as closed:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "pipeline", *option.split()], check=False, stdout=closed, stderr=subprocess.PIPE, text=True,
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
-    assert done.returncode == 0
-    assert not [line for line in done.stderr.splitlines() if '"level": "info"' not in line]
+    assert completed.returncode == 0
+    assert not [line for line in completed.stderr.splitlines() if '"level": "info"' not in line]
     assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "the work finishes"
 
 

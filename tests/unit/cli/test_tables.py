@@ -38,9 +38,9 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
 def test_an_undecided_verdict_names_the_number_of_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decided = Candidate.decided(verdict(answered("copy", 8))) | {"samples_needed": {"copy": 60}}
     print_verdict(judged_candidate(tmp_path, "fp8", metrics={"quality/samples": 8}).model_copy(update=decided))
-    said = capsys.readouterr().out
-    assert said.startswith("INCONCLUSIVE fp8: 8 questions are too few to decide; ask about 60 of copy\n")
-    assert len(said.splitlines()) <= 4
+    output = capsys.readouterr().out
+    assert output.startswith("INCONCLUSIVE fp8: 8 questions are too few to decide; ask about 60 of copy\n")
+    assert len(output.splitlines()) <= 4
 
 
 def test_a_blind_verdict_says_that_the_cache_does_not_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,27 +50,27 @@ def test_a_blind_verdict_says_that_the_cache_does_not_matter(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("backend", "kl", "said"),
+    ("backend", "kl", "message"),
     [("torch", 1e-3, "the reference engine serves only if"), ("onnxruntime", 3e-3, "not lower (3.0e-03 against 2.0e-03)")],
 )
-def test_the_reason_against_a_passed_candidate_is_the_decision(backend: str, kl: float, said: str, tmp_path: Path) -> None:
+def test_the_reason_against_a_passed_candidate_is_the_decision(backend: str, kl: float, message: str, tmp_path: Path) -> None:
     champion, other = (judged_candidate(tmp_path, n, metrics={"quality/kl_mean": v}) for n, v in (("int8", 2e-3), ("fp8", kl)))
     passed = [champion, other.model_copy(update={"backend": backend})]
-    assert said in reasons_against(passed, PromotionMove("int8", ""))["fp8"]
+    assert message in reasons_against(passed, PromotionMove("int8", ""))["fp8"]
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "message"),
     [
         ("candidate", "does not compute its policy"),
         ("baseline", "cannot be compared, because the FP16 baseline deviates from the reference engine"),
         ("control", "gives answers that do not depend on the cache"),
     ],
 )
-def test_an_engines_own_fault_is_not_blamed_on_its_cache(where: str, said: str) -> None:
+def test_an_engines_own_fault_is_not_blamed_on_its_cache(where: str, message: str) -> None:
     gate = Gate.MUST_FAIL_CONTROL if where == "control" else Gate.STRESS_TEST
     failed = Check(gate=gate, where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
-    assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {said}: FAIL"
+    assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {message}: FAIL"
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ def test_a_launchers_refusal_keeps_the_last_sweep_and_report(tmp_path: Path) -> 
     for name in ("summary.json", "report.html", "summaries/20260101.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(Summary(sweep="20260101").model_dump_json())
-    given = ["kv=fp8,int8", f"workdir={tmp_path}", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"]
+    arguments = ["kv=fp8,int8", f"workdir={tmp_path}", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"]
     with refused(UserError, "", "n_jobs == 0 in Parallel has no meaning; correct hydra.launcher.*"):
-        runner.run(plan(given, multirun=True), "20260102")
+        runner.run(plan(arguments, multirun=True), "20260102")
     assert {path.name for path in tmp_path.rglob("*.*")} >= {"summary.json", "report.html", "20260101.json"}
     assert load(tmp_path).sweep == "20260101"
     assert not (tmp_path / "summaries" / "20260102.json").exists()
@@ -67,9 +67,9 @@ def test_a_failed_start_of_ray_keeps_the_last_sweep_and_report(tmp_path: Path, m
 
 def test_all_typos_of_a_command_are_reported_at_once() -> None:
     typos = ["backend.threds", "backend=onnxruntim", "gates.margn", "kv=fp9", "modle"]
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         plan(["kv=fp9", "modle.path=/m", "gates.margn=0.1", "backend=onnxruntim", "backend.threds=1", "seed=1"], multirun=False)
-    assert [line.split(":")[0] for line in sorted(str(told.value).splitlines())] == typos
+    assert [line.split(":")[0] for line in sorted(str(raised.value).splitlines())] == typos
 
 
 def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:
@@ -84,9 +84,9 @@ def test_an_experiments_sweep_stays_among_several_experiments() -> None:
 
 
 def test_a_launcher_gets_its_resources_and_every_key() -> None:
-    for asked in (["hydra/launcher=joblib", "hydra.launcher.n_jobs=-1"], ["hydra/launcher=submitit_local"]):
-        planned = plan(["kv=fp8,int8", *asked], multirun=True)
-        assert (f"hydra/launcher={planned.launcher}", planned.names) == (asked[0], ("fp8", "int8"))
+    for arguments in (["hydra/launcher=joblib", "hydra.launcher.n_jobs=-1"], ["hydra/launcher=submitit_local"]):
+        planned = plan(["kv=fp8,int8", *arguments], multirun=True)
+        assert (f"hydra/launcher={planned.launcher}", planned.names) == (arguments[0], ("fp8", "int8"))
     more = ["hydra.launcher.qos=high", "hydra.launcher.tasks_per_node=2", "+hydra.launcher.additional_parameters.nice=5"]
     planned = plan(["kv=fp8,int8", *SLURM, *more, "hydra.launcher.setup=[module load cuda]"], multirun=True)
     with initialized():
@@ -120,16 +120,16 @@ def test_an_unknown_launcher_or_one_that_names_code_is_refused(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("override", "why"),
     [
         ("stage=promote", "stage=promote: cannot be a job of a sweep; leave out -m"),
         ("stage=evaluate,rollback", "stage=rollback: cannot be a job of a sweep"),
         ("stage=recommend", "stage=recommend: cannot be a job of a sweep"),
     ],
 )
-def test_no_job_of_a_sweep_promotes_or_plans(asked: str, why: str) -> None:
+def test_no_job_of_a_sweep_promotes_or_plans(override: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
-        plan(["kv=fp8,int8", asked], multirun=True)
+        plan(["kv=fp8,int8", override], multirun=True)
     assert plan(["kv=fp8,int8", "stage=all"], multirun=True).sweeping
 
 

@@ -155,11 +155,11 @@ def test_a_verdict_by_older_rules_is_refused_for_its_rules(
 ) -> None:
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
     edit(copy / IDENTITY_FILE, change)
-    said = f"version {rules} of the gates' rules decided PASS; .* has version {RULES}, .*judge it again with stage=evaluate"
-    with pytest.raises(UserError, match=said):
+    message = f"version {rules} of the gates' rules decided PASS; .* has version {RULES}, .*judge it again with stage=evaluate"
+    with pytest.raises(UserError, match=message):
         replayed(copy)
     assert code(copy) == 2
-    with pytest.raises(GateRefusal, match=rf"^version 1 \(int8\): its evidence cannot be read: .*{said}"):
+    with pytest.raises(GateRefusal, match=rf"^version 1 \(int8\): its evidence cannot be read: .*{message}"):
         candidate_of(copy)
     assert read_lineage(copy / IDENTITY_FILE).reads == read_identity(evidence / IDENTITY_FILE).reads
 
@@ -196,8 +196,13 @@ def test_the_users_texts_travel_with_the_evidence_as_one_file(tmp_path: Path) ->
     (texts / "more").mkdir(parents=True)
     for name, word in (("b.txt", "one "), ("more/a.md", "two "), ("picture.png", "three ")):
         (texts / name).write_text(word * 300)
-    given = ["workloads=documents", f"workloads.documents={texts}", "workloads.lengths=[1216]", "workloads.length_documents=1"]
-    copy = exported(judged_engine(tmp_path / "store", given), tmp_path / "copy", *ALL)
+    overrides = [
+        "workloads=documents",
+        f"workloads.documents={texts}",
+        "workloads.lengths=[1216]",
+        "workloads.length_documents=1",
+    ]
+    copy = exported(judged_engine(tmp_path / "store", overrides), tmp_path / "copy", *ALL)
     shutil.rmtree(texts)
     assert wrong(copy) == {}
     (copied,) = (copy / "workloads").iterdir()

@@ -43,8 +43,8 @@ def capacity(folder: Path, config: dict[str, Any], *overrides: str, shares_pages
     return measure_capacity("model", model, use(*overrides), "none", SHIPPED, shares_pages=shares_pages)
 
 
-def of(found: Capacity, name: str) -> PolicyCapacity:
-    (entry,) = (entry for entry in found.policies if entry.name == name)
+def of(result: Capacity, name: str) -> PolicyCapacity:
+    (entry,) = (entry for entry in result.policies if entry.name == name)
     return entry
 
 
@@ -54,18 +54,18 @@ def mix(*contexts: tuple[int, int]) -> str:
 
 def test_capacity_of_llama_8b_in_45_gib_equals_published_figures(tmp_path: Path) -> None:
     """Figures in GiB of 1024^3 bytes; symmetric INT4 with one float16 scale per 64 channels; tokens not rounded to pages."""
-    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", "capacity.ceiling=0.7", *BARE)
+    result = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=45", "capacity.ceiling=0.7", *BARE)
     for name, tokens, at_ceiling, gib in (
         ("fp16", 368_640, 258_048, {8192: 1.0, 32768: 4.0, 131072: 16.0}),
         ("fp8", 737_280, 516_096, {8192: 0.5, 32768: 2.0, 131072: 8.0}),
         ("int4_g64", 1_387_821, 971_475, {8192: 0.27, 32768: 1.06, 131072: 4.25}),
     ):
-        entry = of(found, name)
+        entry = of(result, name)
         assert (entry.tokens_that_fit, entry.tokens_at_ceiling) == (tokens, at_ceiling)
         assert {length: round(entry.bytes_per_token * length / GIB, 2) for length in gib} == gib
     # 70 % of the memory holds one INT4 token less than 70 % of the tokens, because requests are admitted by bytes.
-    assert found.ceiling_bytes // (34 * KIB) == 971_474
-    assert found.ceiling_bytes == 45 * GIB * 7 // 10
+    assert result.ceiling_bytes // (34 * KIB) == 971_474
+    assert result.ceiling_bytes == 45 * GIB * 7 // 10
 
 
 def model_of(model_type: str, layers: int, q_heads: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
@@ -86,32 +86,32 @@ def test_sliding_layers_of_gemma_3_take_the_published_mebibytes(
 
     llama.cpp's windows have 64 tokens more. Here they begin within a page, which is kept whole.
     """
-    found = capacity(tmp_path, config, "capacity.gpu_gib=141", "capacity.ceiling=1", mix((tokens - 1, 1)), *BARE)
-    assert of(found, "fp16").mix_bytes / 2**20 == mebibytes
+    result = capacity(tmp_path, config, "capacity.gpu_gib=141", "capacity.ceiling=1", mix((tokens - 1, 1)), *BARE)
+    assert of(result, "fp16").mix_bytes / 2**20 == mebibytes
 
 
 def test_layers_that_share_pages_keep_those_of_full_attention(tmp_path: Path) -> None:
-    found = capacity(tmp_path, GEMMA_27B, "capacity.gpu_gib=141", mix((32767, 1)), *BARE, shares_pages=True)
-    assert of(found, "fp16").mix_bytes == 32768 * of(found, "fp16").bytes_per_token
-    assert "the layers with sliding windows free none" in found.notes[0]
+    result = capacity(tmp_path, GEMMA_27B, "capacity.gpu_gib=141", mix((32767, 1)), *BARE, shares_pages=True)
+    assert of(result, "fp16").mix_bytes == 32768 * of(result, "fp16").bytes_per_token
+    assert "the layers with sliding windows free none" in result.notes[0]
 
 
 def test_a_latent_vector_has_one_format_and_a_copy_per_gpu(tmp_path: Path) -> None:
-    found = capacity(tmp_path, DEEPSEEK_V3, "capacity.gpu_gib=141", "capacity.tensor_parallel=8", *BARE)
-    assert (of(found, "fp16").bytes_per_token, of(found, "fp8").bytes_per_token) == (61 * 576 * 2, 61 * 576)
-    assert {"int8", "fp8k_int4v", "int4_g32"} <= found.unfit.keys()
-    assert found.notes == ["a token has one latent vector of 576 numbers for all heads (MLA): half of them count as keys"]
-    assert found.unfit["int8"] == "its latent vectors of 576 numbers (MLA) take one format, without scales a token"
+    result = capacity(tmp_path, DEEPSEEK_V3, "capacity.gpu_gib=141", "capacity.tensor_parallel=8", *BARE)
+    assert (of(result, "fp16").bytes_per_token, of(result, "fp8").bytes_per_token) == (61 * 576 * 2, 61 * 576)
+    assert {"int8", "fp8k_int4v", "int4_g32"} <= result.unfit.keys()
+    assert result.notes == ["a token has one latent vector of 576 numbers for all heads (MLA): half of them count as keys"]
+    assert result.unfit["int8"] == "its latent vectors of 576 numbers (MLA) take one format, without scales a token"
 
 
 def test_the_first_line_has_bytes_savings_and_requests(tmp_path: Path) -> None:
-    found = capacity(tmp_path, LLAMA_70B, "capacity.tensor_parallel=4", mix((32768, 1)))
-    (line,) = policy_line(found, "fp8")
+    result = capacity(tmp_path, LLAMA_70B, "capacity.tensor_parallel=4", mix((32768, 1)))
+    (line,) = policy_line(result, "fp8")
     assert "a request of 32,768 tokens takes 1.25 GiB on each GPU, 1.25 less than under FP16" in line
     assert line.endswith("24 requests fit, under FP16 12")
     (line,) = policy_line(capacity(tmp_path, MISTRAL_7B, mix((4096, 1), (65536, 1))), "fp8")
     assert "a request of 4,096 or 65,536 tokens takes 0.25 GiB in the mean" in line, "a layer that slides keeps its window"
-    assert policy_line(found, "of nobody") == []
+    assert policy_line(result, "of nobody") == []
 
 
 def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
@@ -125,16 +125,16 @@ def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
 
 
 def test_heads_are_divided_among_gpus_or_copied(tmp_path: Path) -> None:
-    found = capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE)
-    assert (of(found, "fp16").bytes_per_token, of(found, "fp16").tokens_that_fit) == (16 * KIB, 8 * 368_640)
-    assert "each head's cache is stored 2 times" in found.notes[0]
+    result = capacity(tmp_path, LLAMA_8B, "capacity.tensor_parallel=16", "capacity.gpu_gib=45", *BARE)
+    assert (of(result, "fp16").bytes_per_token, of(result, "fp16").tokens_that_fit) == (16 * KIB, 8 * 368_640)
+    assert "each head's cache is stored 2 times" in result.notes[0]
 
 
 def test_requests_are_whole_and_partial_pages_are_waste(tmp_path: Path) -> None:
-    found = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=1", "capacity.ceiling=1", mix((65, 1), (128, 1)), *BARE)
-    assert found.block_waste == pytest.approx(1 - (65 + 128) / 256)
-    assert of(found, "fp16").requests == 8192 // 128, "two pages each"
-    assert of(found, "fp16").live_tokens == 32 * (65 + 128)
+    result = capacity(tmp_path, LLAMA_8B, "capacity.gpu_gib=1", "capacity.ceiling=1", mix((65, 1), (128, 1)), *BARE)
+    assert result.block_waste == pytest.approx(1 - (65 + 128) / 256)
+    assert of(result, "fp16").requests == 8192 // 128, "two pages each"
+    assert of(result, "fp16").live_tokens == 32 * (65 + 128)
 
 
 @pytest.mark.parametrize("windows", [(None, None, None), (128, 128, None), (128, 128, 4096)])

@@ -58,6 +58,6 @@ def test_documents_rounds_and_threads_change_the_estimate() -> None:
 
 def test_a_dry_run_says_the_work_and_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert preview(plan(["model=smollm2", "kv=int8", "workloads.lengths=[1024,8192]", "dry=true"], multirun=False)) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"about [\d,]{6,} and [\d,]+ if the first round decides, [\d,]{6,} and [\d,]+ in all rounds", said)
-    assert re.search(r"takes about 2\.5 GiB of memory and, if nothing is reused, \d+ min \d\d s if the first round", said)
+    output = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"about [\d,]{6,} and [\d,]+ if the first round decides, [\d,]{6,} and [\d,]+ in all rounds", output)
+    assert re.search(r"takes about 2\.5 GiB of memory and, if nothing is reused, \d+ min \d\d s if the first round", output)

@@ -32,8 +32,8 @@ USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{toke
 
 @cache
 def capacity(*overrides: str) -> Capacity:
-    asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
-    return measure_capacity("some-llm", MODEL, asked, "none", labelled([]), shares_pages=True)
+    config = plan([*USE, *overrides], multirun=False).jobs[0].capacity
+    return measure_capacity("some-llm", MODEL, config, "none", labelled([]), shares_pages=True)
 
 
 def judged(policy: str, **changes: object) -> Judged:
@@ -57,12 +57,12 @@ def recommended(*evidence: Judged, overrides: tuple[str, ...] = ()) -> Recommend
     return recommend(capacity(*overrides), evidence)
 
 
-def chosen(found: Recommendation) -> str | None:
-    return None if found.chosen is None else found.chosen.name
+def chosen(recommendation: Recommendation) -> str | None:
+    return None if recommendation.chosen is None else recommendation.chosen.name
 
 
-def reason(found: Recommendation, name: str) -> str:
-    (one,) = (one for one in found.passed_over if one.name == name)
+def reason(recommendation: Recommendation, name: str) -> str:
+    (one,) = (one for one in recommendation.passed_over if one.name == name)
     return one.reason
 
 
@@ -102,10 +102,10 @@ CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_most_live_tokens_with_evidence_are_recommended(name: str) -> None:
     evidence, overrides, expected, reasons = CASES[name]
-    found = recommended(*evidence, overrides=tuple(overrides))
-    assert chosen(found) == expected
-    assert all(text in reason(found, name) for name, text in reasons.items())
-    assert len(found.passed_over) == len(capacity().policies) - (expected is not None)
+    recommendation = recommended(*evidence, overrides=tuple(overrides))
+    assert chosen(recommendation) == expected
+    assert all(text in reason(recommendation, name) for name, text in reasons.items())
+    assert len(recommendation.passed_over) == len(capacity().policies) - (expected is not None)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_the_most_live_tokens_with_evidence_are_recommended(name: str) -> None:
     ],
 )
 def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object], overrides: list[str], expected: str) -> None:
-    found = recommended(judged("fp8", **changes), judged("int8"), overrides=tuple(overrides))
-    assert chosen(found) == "int8"
-    assert expected in reason(found, "fp8")
+    recommendation = recommended(judged("fp8", **changes), judged("int8"), overrides=tuple(overrides))
+    assert chosen(recommendation) == "int8"
+    assert expected in reason(recommendation, "fp8")
 
 
 def test_only_unjudged_policies_with_more_tokens_are_named() -> None:
@@ -159,7 +159,7 @@ CONFIG = LLAMA_8B | SIZES | {"vocab_size": 1000, "max_position_embeddings": 1024
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> list[str]:
+def overrides(tmp_path: Path) -> list[str]:
     """A command line for a model that is only a config.json, in a work directory with one engine's evidence."""
     system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["int8"].bytes_per_token(SHAPE) / 1024})
     measured = {"coverage": EXERCISED, "system": system}
@@ -170,28 +170,28 @@ def asked(tmp_path: Path) -> list[str]:
 
 
 def test_recommend_reads_stored_evidence_and_moves_nothing(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    recommend_policy(Run(config_of(*asked)))
+    recommend_policy(Run(config_of(*overrides)))
     printed = capsys.readouterr().out
     assert "Take int8: " in printed
     assert "PASS up to 1,000 tokens, batch 16 on backend=onnxruntime, so serve at most 16 at once" in printed
     written = tmp_path / "work" / "recommendation.json"
     assert sorted(tmp_path.rglob("*")) == sorted([*before, written])
-    found = Recommendation.model_validate_json(written.read_text())
-    assert found.chosen is not None
-    assert found.chosen.policy == SHIPPED["int8"]
-    assert "the model's weights are not here" in found.notes[0]
+    recommendation = Recommendation.model_validate_json(written.read_text())
+    assert recommendation.chosen is not None
+    assert recommendation.chosen.policy == SHIPPED["int8"]
+    assert "the model's weights are not here" in recommendation.notes[0]
 
 
 def refused(folder: Path, *arguments: str) -> Recommendation:
     """Return the recommendation of a command that recommends nothing."""
     with pytest.raises(GateRefusal, match="nothing is recommended"):
         recommend_policy(Run(config_of(*arguments), arguments=[*arguments]))
-    found = Recommendation.model_validate_json((folder / "work" / "recommendation.json").read_text())
-    assert found.chosen is None
-    return found
+    recommendation = Recommendation.model_validate_json((folder / "work" / "recommendation.json").read_text())
+    assert recommendation.chosen is None
+    return recommendation
 
 
 @pytest.mark.parametrize(
@@ -205,17 +205,17 @@ def refused(folder: Path, *arguments: str) -> Recommendation:
     ],
 )
 def test_the_stage_decides_by_its_own_gates_and_use(
-    asked: list[str], tmp_path: Path, changes: list[str], expected: str
+    overrides: list[str], tmp_path: Path, changes: list[str], expected: str
 ) -> None:
-    assert reason(refused(tmp_path, *asked, *changes), "int8").startswith(expected)
+    assert reason(refused(tmp_path, *overrides, *changes), "int8").startswith(expected)
 
 
 def test_only_policies_that_the_backend_serves_are_suggested(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVGATE_VLLM_PYTHON", raising=False)
     longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
-    found = refused(tmp_path, *asked, *longer)
+    recommendation = refused(tmp_path, *overrides, *longer)
     printed = capsys.readouterr().out
     (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
     arguments = shlex.split(command)[4:]
@@ -224,15 +224,15 @@ def test_only_policies_that_the_backend_serves_are_suggested(
     swept = given["kv"].split(",")
     assert {"fp16", "fp8", "fp8_head"} <= set(swept)
     assert (given["workloads.lengths"], given["backend.max_model_len"]) == ("[960]", "960")
-    unserved = {one.name for one in found.passed_over if one.reason == NOT_SERVED}
+    unserved = {one.name for one in recommendation.passed_over if one.reason == NOT_SERVED}
     assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= unserved
     assert not unserved & set(swept)
     assert f"and {len(unserved)} that the backend does not serve" in printed
 
 
-def test_altered_evidence_and_that_of_other_shapes_do_not_count(asked: list[str], tmp_path: Path) -> None:
+def test_altered_evidence_and_that_of_other_shapes_do_not_count(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
-    assert "it was judged with kib_per_token=1.03125, not 1.28906" in reason(refused(tmp_path, *asked), "int8")
+    assert "it was judged with kib_per_token=1.03125, not 1.28906" in reason(refused(tmp_path, *overrides), "int8")
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
     samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
-    assert "no evidence that counts: report: samples.jsonl: differs" in reason(refused(tmp_path, *asked), "int8")
+    assert "no evidence that counts: report: samples.jsonl: differs" in reason(refused(tmp_path, *overrides), "int8")

@@ -65,8 +65,8 @@ def test_a_hanging_part_is_stopped_and_an_interrupt_keeps_results(tmp_path: Path
 
 def test_on_gpu_imports_only_the_standard_library() -> None:
     code = "import sys, benchmarks.on_gpu; print([n for n in ('torch', 'numpy', 'pydantic', 'rich') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert completed.stdout.strip() == "[]"
 
 
 def test_the_command_of_every_part_is_valid() -> None:

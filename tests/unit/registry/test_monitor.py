@@ -123,27 +123,27 @@ def test_a_broken_monitor_restores_the_previous_engine(fleet: MemoryRegistry, br
 
 def pressed(fleet: MemoryRegistry, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
     """Return the route of `copy` after memory pressure, and the output, with "refused" at the end if no move was possible."""
-    said: list[str] = []
+    lines: list[str] = []
     try:
         snapshot = {"classes": {"copy": {**WELL, "version": version, **FULL, **changes}}}
-        said.extend(monitor(fleet.engines(), limits(fleet, snapshot)))
+        lines.extend(monitor(fleet.engines(), limits(fleet, snapshot)))
     except GateRefusal:
-        said.append("refused")
-    return fleet.aliases.get("route-copy"), said
+        lines.append("refused")
+    return fleet.aliases.get("route-copy"), lines
 
 
 def test_memory_pressure_coarsens_old_values_first_keys_last(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet, int4=1900, fp8k_int4v=1300, fp8k_int4v_aged=1200)
     taken = ["1"]
     for _ in range(3):
-        version, said = pressed(fleet, taken[-1])
-        assert said[-1] != "refused"
+        version, lines = pressed(fleet, taken[-1])
+        assert lines[-1] != "refused"
         assert version is not None
         taken.append(version)
     assert [fleet.candidates[version].policy for version in taken] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
     assert fleet.aliases["route-copy-previous"] == "3"
-    version, said = pressed(fleet, "2", latency=SLOW["latency"])
-    assert (version, said[-1]) == ("2", "refused"), "an engine that holds less would be slower"
+    version, lines = pressed(fleet, "2", latency=SLOW["latency"])
+    assert (version, lines[-1]) == ("2", "refused"), "an engine that holds less would be slower"
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_a_rolled_back_engine_returns_only_by_name(fleet: MemoryRegistry) -> Non
     assert pressed(fleet)[0] == "2"
     with pytest.raises(GateRefusal):
         monitored(fleet, "2", **NO_JSON)
-    version, said = pressed(fleet)
+    version, lines = pressed(fleet)
     assert version == "1"
-    assert "copy: not version 2 (fp8k_int4v): was rolled back" in said
+    assert "copy: not version 2 (fp8k_int4v): was rolled back" in lines
     fleet.routed(copy="fp8k_int4v")
     fleet.routed(copy="fp8")
     assert pressed(fleet)[0] == "2"

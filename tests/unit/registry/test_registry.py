@@ -30,9 +30,9 @@ def changed(candidate: Candidate, **changes: Any) -> Candidate:
     return candidate.model_copy(update=changes)
 
 
-def promote(registry: MemoryRegistry, *candidates: Candidate, name: str | None = None, **given: Any) -> PromotionMove:
-    """Promote candidates. `given` are arguments of `MemoryRegistry.engines`."""
-    return registry.engines(**given).promote(candidates, "tiny", name)
+def promote(registry: MemoryRegistry, *candidates: Candidate, name: str | None = None, **options: Any) -> PromotionMove:
+    """Promote candidates. `options` are arguments of `MemoryRegistry.engines`."""
+    return registry.engines(**options).promote(candidates, "tiny", name)
 
 
 def test_an_engine_is_read_and_replayed_once_a_command(fp8: Candidate, registry: MemoryRegistry) -> None:

@@ -32,9 +32,9 @@ def fleet(tmp_path: Path) -> MemoryRegistry:
 
 
 def test_classes_get_engines_by_number_or_name(fleet: MemoryRegistry) -> None:
-    said = fleet.routed(retrieval="fp8", copy="fp8")
+    lines = fleet.routed(retrieval="fp8", copy="fp8")
     assert fleet.aliases == {"route-retrieval": "2", "route-copy": "2"}
-    assert said == ["route-retrieval: version 2 (fp8)", "route-copy: version 2 (fp8)"]
+    assert lines == ["route-retrieval: version 2 (fp8)", "route-copy: version 2 (fp8)"]
     assert fleet.replays == ["fp8"]
     fleet.judge("fp8")
     assert fleet.routed(copy="2", retrieval="fp8")[0] == "route-copy: version 2 (fp8), as it was"
@@ -94,19 +94,19 @@ def test_an_engine_is_found_by_its_versions_citations(tmp_path: Path) -> None:
     evidence = judged_engine(store)
     tags = cited_tags(evidence)
     read = partial(registered_engine, identities(store), SigningConfig(), None)
-    found = read(Version("4", tags))
-    assert (found.candidate.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
-    assert {"retrieval", "copy"} <= found.workloads
-    assert {finding.status for finding in found.replay()} == {"same"}
-    (found.candidate.engine.path / "weights.bin").write_text("altered")
+    engine = read(Version("4", tags))
+    assert (engine.candidate.version, str(engine), engine.policy.name) == ("4", "version 4 (int8)", "int8")
+    assert {"retrieval", "copy"} <= engine.workloads
+    assert {finding.status for finding in engine.replay()} == {"same"}
+    (engine.candidate.engine.path / "weights.bin").write_text("altered")
     with pytest.raises(GateRefusal, match=r"^engine: weights\.bin: differs, recorded "):
         read(Version("4", tags)).verify()
     with pytest.raises(GateRefusal, match=r"version 4 \(int8\) has no evidence in"):
         read(Version("4", {**tags, "identity_digest": "0" * 64}))
-    edit(found.candidate.engine.path / "bundle.json", lambda bundle: bundle.update(max_tokens="many"))
+    edit(engine.candidate.engine.path / "bundle.json", lambda bundle: bundle.update(max_tokens="many"))
     with pytest.raises(GateRefusal, match=r"version 4 \(int8\): its evidence cannot be read: 1 validation error for Limits"):
         read(Version("4", tags))
-    (found.candidate.engine.path / "bundle.json").unlink()
+    (engine.candidate.engine.path / "bundle.json").unlink()
     assert {finding.name for finding in read(Version("4", tags)).replay() if finding.status == "missing"} == {
         "engine: bundle.json"
     }

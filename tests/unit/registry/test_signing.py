@@ -163,9 +163,9 @@ def test_an_invalid_signature_is_reported(
 ) -> None:
     copy = exported(signed, tmp_path / "copy")
     alter(copy / SIGNATURE_FILE)
-    found = signature_finding(copy, keys(None, ours[1]))
-    assert found.startswith("differs, ")
-    assert expected in found
+    finding = signature_finding(copy, keys(None, ours[1]))
+    assert finding.startswith("differs, ")
+    assert expected in finding
 
 
 def test_the_signed_identity_of_an_engine_judged_twice_counts(signed: Path) -> None:

@@ -59,29 +59,29 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
 def test_a_sweep_has_runs_of_candidates_and_of_the_fp16_engine(store: MlflowStore, tmp_path: Path) -> None:
     figures: dict[str, Any] = {"quality/kl_mean": 0.01, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        done = store.register(run, judged(tmp_path, "fp8", "PASS", **figures), [row("copy", 1, True, False)])
+        registered = store.register(run, judged(tmp_path, "fp8", "PASS", **figures), [row("copy", 1, True, False)])
     lost = judged(tmp_path, "int4", "FAIL", **figures)
     failed = track_one(
-        store, lost.model_copy(update={"baseline": done.baseline, "reasons": ("copy: 9 of 9 answers lost",)}), "s1"
+        store, lost.model_copy(update={"baseline": registered.baseline, "reasons": ("copy: 9 of 9 answers lost",)}), "s1"
     )
     runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
     assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
     assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0, "memory/kib_per_token": 4.0}
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     own = runs["fp8: PASS"]
-    assert own.info.run_id == done.run_id
+    assert own.info.run_id == registered.run_id
     assert own.data.tags["mlflow.runColor"] == COLOURS["PASS"]
     assert own.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
     assert list(own.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
-    files = artifacts(store, done.run_id)
+    files = artifacts(store, registered.run_id)
     assert files.keys() >= {"report.json", "samples.json"}
     table = json.loads(files["samples.json"].read_text())
     assert table["columns"][:2] == ["answer", "workload"]
     assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
     assert artifacts(store, failed.run_id).keys() == {"report.json"}
     note = own.data.tags["mlflow.note.content"]
-    assert f"models:/kvgate-tiny/{done.version} " in note
-    for text in (note, str(store.client.get_model_version("kvgate-tiny", done.version).description)):
+    assert f"models:/kvgate-tiny/{registered.version} " in note
+    for text in (note, str(store.client.get_model_version("kvgate-tiny", registered.version).description)):
         assert text.startswith("**PASS**: `fp8` on onnxruntime")
         assert "mean KL 1.0e-02; 2.000 KiB/token" in text
     description = store.client.get_model_version("kvgate-tiny", failed.version).description
@@ -153,13 +153,13 @@ def test_a_version_has_its_evidence_and_optionally_its_bundle(
     log_bundle: bool, store: MlflowStore, work: Path, tmp_path: Path
 ) -> None:
     configured = MlflowStore(locate(Tracking(log_bundle=log_bundle), work, "tiny"))
-    done = track_one(configured, judged(tmp_path, f"bundle {log_bundle}"), "a")
-    model = store.client.get_logged_model(version(store, done).model_id)
+    registered = track_one(configured, judged(tmp_path, f"bundle {log_bundle}"), "a")
+    model = store.client.get_logged_model(version(store, registered).model_id)
     assert (str(model.model_type), str(model.status)) == ("engine", "READY")
     root = path_of(model.artifact_location)
     assert {"kv_policy.json", "report.json", "verdict.json"} <= {path.name for path in root.iterdir()}
     assert (root / "engine").exists() == log_bundle
-    assert not log_bundle or files_digest(tree_files(root / "engine")) == done.engine.digest
+    assert not log_bundle or files_digest(tree_files(root / "engine")) == registered.engine.digest
 
 
 def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore) -> None:
@@ -186,13 +186,13 @@ def test_a_copied_work_directory_never_writes_to_the_original(store: MlflowStore
 
 
 def test_a_moved_work_directory_keeps_its_runs_and_models(store: MlflowStore, work: Path, tmp_path: Path) -> None:
-    done = track_one(store, judged(tmp_path / "judged", "moved"), "before")
+    registered = track_one(store, judged(tmp_path / "judged", "moved"), "before")
     original = work.rename(work.with_name("hidden"))
     try:
         there = Path(shutil.copytree(original, tmp_path / "dé placé #1 [a=b] '{x}"))
         moved = MlflowStore(locate(Tracking(), there, "tiny"))
-        assert artifacts(moved, done.run_id).keys() == {"report.json"}
-        assert moved.download(version(moved, done), tmp_path).is_dir()
+        assert artifacts(moved, registered.run_id).keys() == {"report.json"}
+        assert moved.download(version(moved, registered), tmp_path).is_dir()
         track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
         assert not work.exists()
     finally:

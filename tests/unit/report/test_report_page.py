@@ -132,19 +132,19 @@ def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
     text = " ".join(HOSTILE)
     of = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
     made = replace(exhibit(tmp_path, f"kv {text}", of, prompt=text), problem=text)
-    given = dict.fromkeys(("model", "command", "message", "sweep", "unfinished"), text)
-    found = Elements(render([made], occasion(tmp_path, [made], champion=f"kv {text}", **given)))
-    tags = [tag for tag, _ in found.elements]
+    fields = dict.fromkeys(("model", "command", "message", "sweep", "unfinished"), text)
+    elements = Elements(render([made], occasion(tmp_path, [made], champion=f"kv {text}", **fields)))
+    tags = [tag for tag, _ in elements.elements]
     assert not {"script", "img", "image", "iframe", "object", "embed", "link", "base"} & set(tags)
-    assert [name for _, attributes in found.elements for name in attributes if name.startswith("on")] == []
-    assert shown(text) in found.text
+    assert [name for _, attributes in elements.elements for name in attributes if name.startswith("on")] == []
+    assert shown(text) in elements.text
     assert tags.count("svg") == 3
 
 
 def test_the_page_may_run_no_scripts_and_request_nothing(page: str) -> None:
-    found = Elements(page)
+    elements = Elements(page)
     policy = next(
-        a["content"] for tag, a in found.elements if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+        a["content"] for tag, a in elements.elements if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
     )
     assert policy is not None
     assert policy.startswith("default-src 'none'; ")
@@ -152,9 +152,9 @@ def test_the_page_may_run_no_scripts_and_request_nothing(page: str) -> None:
     style = page.partition("<style>")[2].partition("</style>")[0]
     assert f"style-src 'sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}'" in policy
     loading = {"src", "srcset", "action", "data", "poster", "xlink:href"}
-    loaded = [name for _, attributes in found.elements for name in attributes if name in loading]
+    loaded = [name for _, attributes in elements.elements for name in attributes if name in loading]
     assert loaded == []
-    assert {str(a["href"])[:1] for _, a in found.elements if a.get("href")} == {"#"}
+    assert {str(a["href"])[:1] for _, a in elements.elements if a.get("href")} == {"#"}
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -273,7 +273,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     elif fault == "a library":
         monkeypatch.setitem(__import__("sys").modules, "stages.report.page", None)
     show(work, candidate(judged_engine(work / "artifacts")), attach)
-    said = capsys.readouterr().err
-    assert "pipeline: warning: report.html is not complete: " in said
-    assert "hunter2" not in said
+    output = capsys.readouterr().err
+    assert "pipeline: warning: report.html is not complete: " in output
+    assert "hunter2" not in output
     assert not list(work.glob(".report.html.*")), "nothing half-written is left"

@@ -248,8 +248,8 @@ def test_a_wait_says_its_reason_and_ends_with_limit_or_holder(
         assert not mine
     monkeypatch.setattr(locks, "QUIET_S", 0.05)
     monkeypatch.setattr(locks, "LIMIT_S", 0.2)
-    said = rf"registering: another process held {path} for \S+ hours; find it with `fuser {path}`"
-    with pytest.raises(MissingRequirement, match=said), locked(path, "registering"):
+    message = rf"registering: another process held {path} for \S+ hours; find it with `fuser {path}`"
+    with pytest.raises(MissingRequirement, match=message), locked(path, "registering"):
         pass
     assert caplog.messages[0].startswith(f"waiting for registering: another process holds {path}; until ")
     process.kill()
