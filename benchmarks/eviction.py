@@ -108,14 +108,14 @@ def show(measured: dict[str, Measured], shares: dict[str, float], texts: Sequenc
     """Print both tables and the verdicts on the claims."""
     print(f"| sinks, with a window of {WINDOW} | tokens kept | mean KL | PPL ratio |\n|---:|---:|---:|---:|")
     for sinks in SINK_TABLE:
-        one = measured[f"sinks {sinks}"]
-        print(f"| {sinks} | {shares[f'sinks {sinks}']:.0%} | {one.mean_kl:.3f} | {one.perplexity_ratio:.3f} |")
+        result = measured[f"sinks {sinks}"]
+        print(f"| {sinks} | {shares[f'sinks {sinks}']:.0%} | {result.mean_kl:.3f} | {result.perplexity_ratio:.3f} |")
     names = [name for name, *_ in METHODS]
     print(f"\n| tokens kept | {' | '.join(f'{name}: mean KL | PPL ratio' for name in names)} |")
     print(f"|---:|{'---:|---:|' * len(names)}")
     for budget in BUDGETS:
         rows = [measured[f"{name} {budget}"] for name in names]
-        cells = " | ".join(f"{one.mean_kl:.3f} | {one.perplexity_ratio:.3f}" for one in rows)
+        cells = " | ".join(f"{result.mean_kl:.3f} | {result.perplexity_ratio:.3f}" for result in rows)
         print(f"| {budget} ({shares[f'H2O {budget}']:.0%}) | {cells} |")
     print("\n| claim | times the KL | verdict |\n|---|---:|---|")
     documents = [text.document for text in texts]
@@ -142,8 +142,8 @@ def main(command_line: Sequence[str] | None = None) -> None:
     shares = {name: kept_share(engine.policy, engine) for name, engine in engines.items()}
     show(measured, shares, texts)
     results = [
-        {"row": name, "kept": round(shares[name], 4), "mean_kl": one.mean_kl, "ppl_ratio": one.perplexity_ratio}
-        for name, one in measured.items()
+        {"row": name, "kept": round(shares[name], 4), "mean_kl": result.mean_kl, "ppl_ratio": result.perplexity_ratio}
+        for name, result in measured.items()
     ]
     write_json(arguments.json, results_record(results, ("torch", "transformers", "numpy"), texts=len(texts), tokens=TOKENS))
 

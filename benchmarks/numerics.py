@@ -300,8 +300,8 @@ def verdict(better: Measured, worse: Measured, documents: Sequence[str]) -> str:
 def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
     """Print the cost of every policy, and the verdict on every claim."""
     print("| policy | bytes/token | mean KL | PPL ratio |\n|---|---:|---:|---:|")
-    for name, one in measured.items():
-        print(f"| {name} | {one.bytes_per_token:,} | {one.mean_kl:.1e} | {one.perplexity_ratio:.4f} |")
+    for name, result in measured.items():
+        print(f"| {name} | {result.bytes_per_token:,} | {result.mean_kl:.1e} | {result.perplexity_ratio:.4f} |")
     print("\n| claim | times the KL | verdict |\n|---|---:|---|")
     documents = [text.document for text in texts]
     for statement, better, worse in CLAIMS:
@@ -315,7 +315,7 @@ def show_lengths(model: Any, tokens: npt.NDArray[np.int64], scales: Callable[[KV
     for length in LENGTHS:
         texts = page_texts(tokens, 1, length, length - LAST - 1)
         measured = measure(model, texts, scales, {name: POLICIES[name] for name in LONG})
-        print(f"| {length:,} | {' | '.join(f'{one.mean_kl:.1e}' for one in measured.values())} |", flush=True)
+        print(f"| {length:,} | {' | '.join(f'{result.mean_kl:.1e}' for result in measured.values())} |", flush=True)
 
 
 def main(command_line: Sequence[str] | None = None) -> None:

@@ -39,7 +39,7 @@ DRAFT_TOKENS = 5
 CONTROL_FACTOR = 0.1
 """Factor of the must-fail control for every key scale."""
 CONTROL_SAMPLES = 8
-"""Samples of the must-fail control. Two are too few, because a sample loses nothing if its answer's tokens are kept exact."""
+"""Samples of the must-fail control. Two do not suffice: a sample loses nothing if its answer's tokens are kept exact."""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -137,7 +137,7 @@ class SpeculationConfig(StrictModel):
 
 
 def more_documents(needed: Mapping[str, int]) -> list[str]:
-    """Return the override that asks the `needed` questions of the workloads of `lengths`; empty if there are none."""
+    """Return the override that asks the `needed` questions about long documents; empty if no workload is a length."""
     counts = [count for name, count in needed.items() if name.startswith(LONG)]
     return [f"workloads.length_documents={-(-max(counts) // LONG_QUESTIONS)}"] if counts else []
 

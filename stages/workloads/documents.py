@@ -131,7 +131,7 @@ class Document:
         return [opening, ("assistant", first.sentence), *(message for fact in more for message in fact.turns)]
 
     def candidates(self, kinds: Sequence[str]) -> list[Fact]:
-        """Return the document's facts of these kinds that no few-shot example uses."""
+        """Return the facts of the given kinds in the document, except the few-shot examples."""
         return [fact for fact in self.facts if fact.kind in kinds and fact not in self.examples]
 
     def sample_about(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:

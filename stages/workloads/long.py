@@ -39,7 +39,7 @@ class _Records(NamedTuple):
     homes: list[Fact]
     wares: list[str]
     thirds: list[list[str]]
-    """The lines of codes, homes and wares in each third of the document."""
+    """Lines of codes, homes and wares, by third of the document."""
 
 
 def _records(rng: random.Random) -> _Records:
@@ -132,7 +132,7 @@ def make_questions(document: Slot, prose_words: int, texts: Sequence[str] | None
 
 
 def _spread_prose(blocks: Sequence[str], prose: Sequence[str]) -> str:
-    """Return a text with an equal part of the prose before each block of records."""
+    """Return a text that has an equal part of the prose before every block of records."""
     ends = [len(prose) * number // len(blocks) for number in range(len(blocks) + 1)]
     parts = [("".join(prose[low:high]).strip(), block) for low, high, block in zip(ends, ends[1:], blocks, strict=False)]
     return "\n\n".join(part for pair in parts for part in pair if part)
@@ -143,7 +143,7 @@ def _ware_question(record: str) -> str:
 
 
 def _character_ranges(reference: str, values: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the (start, stop) range of each value in the reference, which has them in this order."""
+    """Return the (start, stop) range of each value in the reference. The values must be in order."""
     places, start = [], 0
     for value in values:
         start = reference.index(value, start)

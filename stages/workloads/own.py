@@ -10,7 +10,7 @@ from stages.workloads.config import WorkloadsConfig
 TEXT_SUFFIXES = (".txt", ".md")
 """Suffixes of the files that are read in a directory of texts."""
 WORD = re.compile(r"\S{1,8}\s*")
-"""A word, or up to 8 characters of a longer word, with the white space after it. Some languages put no spaces between words."""
+"""Up to 8 characters of a word, and white space after the word. Some languages put no spaces between words."""
 TOKENS_PER_WORD = 4
 """Maximum tokens per ASCII word; other words have up to three tokens per character. Texts are refused as too short only if they
 cannot fill a document even at these rates."""
