@@ -44,7 +44,8 @@ def main() -> None:
     names = [path.stem for path in sorted((ROOT / "conf" / "kv").glob("*.yaml")) if re.match(options.match, path.stem)]
     existing = json.loads(options.json.read_text())["results"] if options.json.exists() else []
     rows = {(row["policy"], row["engine"]): row for row in existing}
-    model, scales_of = load_model(), static_scales_on(CHECKPOINT, story_tokens(8, 512).tolist())
+    texts = story_tokens(8, 512).tolist()
+    model, scales_of = load_model(), static_scales_on(CHECKPOINT, texts)
     for name in [name for name in names if name not in TOO_WIDE]:
         policy = load_policy(name)
         scales = scales_of(policy)
@@ -61,7 +62,7 @@ def main() -> None:
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))
                         engine = load_engine(bundle, threads=1, attention=kind)
                     config = CONFIG.model_copy(update={"seed": seed})
-                    result = run_stress_test(engine, reference, config, BATCH, CLAIMED, no_progress)
+                    result = run_stress_test(engine, reference, config, BATCH, CLAIMED, no_progress, texts=texts)
                     failures += [f"seed {seed}: {failure}" for failure in result.failures[:1]]
             rows[name, kind] = {
                 **{"policy": name, "engine": kind, "seeds": options.seeds, "failures": failures},

@@ -73,7 +73,8 @@ def measure_once(
         limits = config.stress_test.limited(longest)
         baseline_error = first_round.conformance
         own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
-        stress = run_stress_test(engine, reference, limits, batch, longest, label, baseline_error, own_tokens)
+        texts = [item.prompt for item in encoded]
+        stress = run_stress_test(engine, reference, limits, batch, longest, label, baseline_error, own_tokens, texts)
     system = measure_system(engine, config.load, label)
     noise = None
     if repeated:  # the distances of repeated samples from the engine's own first results

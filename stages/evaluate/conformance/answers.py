@@ -29,13 +29,14 @@ class AnswerChecks:
     ) -> None:
         """Check an answer's length, and keep the answer for the other checks.
 
-        `longer` is an answer to the same prompt without stop tokens, or empty. The token that follows in it ended this answer;
-        without it, the last stop token is assumed.
+        `longer` is an answer to the same prompt without stop tokens, or empty. The token that follows in it ended this answer.
+        If it has other tokens, because a rounding differed, the stop token is unknown; without it, the last one is assumed.
         """
         follows = [token for token in longer[len(answer) :][:1] if token in stops]
-        stopped = [] if len(answer) >= limit else follows or list(stops[-1:])
+        ended = len(answer) < limit and bool(stops)
+        stopped = (follows or list(stops[-1:])) if ended and list(longer[: len(answer)]) in ([], list(answer)) else []
         wrong = []
-        if (len(answer) < limit and not stopped) or len(answer) > limit:
+        if (len(answer) < limit and not ended) or len(answer) > limit:
             wrong.append(f"{len(answer)} tokens instead of {limit}")
         if not set(answer).isdisjoint(stops):
             wrong.append("an answer that contains a stop token,")

@@ -77,6 +77,8 @@ class StressTest:
     seed: int = 0
     share: float = 1.0
     """Share of the test that runs, see `StressTestConfig.share`."""
+    texts: Sequence[Sequence[int]] = ()
+    """Prompts of the questions, from which `quote` draws."""
     progress: Progress = no_progress
     """Called with the tokens that the engine or the reference engine computed, and their approximate total."""
     scenario: str = ""
@@ -118,6 +120,18 @@ class StressTest:
     def draw(self, count: int) -> list[int]:
         tokens: list[int] = self.rng.integers(0, self.engine.vocab_size, count).tolist()
         return tokens
+
+    def quote(self, count: int) -> list[int]:
+        """Draw consecutive tokens of a question, or random tokens if no question is as long.
+
+        Answers to random tokens soon repeat one token, whatever the cache holds.
+        """
+        texts = [text for text in self.texts if len(text) >= count]
+        if not texts:
+            return self.draw(count)
+        text = self.pick(texts)
+        begin = self.randint(0, len(text) - count)
+        return list(text[begin : begin + count])
 
     def text(self, count: int) -> list[int]:
         """Draw random tokens, sometimes with special tokens at the ends or a repeated block."""

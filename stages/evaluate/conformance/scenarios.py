@@ -314,12 +314,12 @@ def answers(test: StressTest) -> None:
     """
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
-    beginning = test.draw(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
+    beginning = test.quote(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     parts = (test.randint(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.randint(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
-    prompts = [[*beginning[:part], *test.draw(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *parts)]
-    prompts += [[*beginning[:PAGE_TOKENS], *test.draw(test.randint(1, 9))] for _ in range(test.scaled(ONE_PAGE))]
+    prompts = [[*beginning[:part], *test.quote(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *parts)]
+    prompts += [[*beginning[:PAGE_TOKENS], *test.quote(test.randint(1, 9))] for _ in range(test.scaled(ONE_PAGE))]
     lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), test.scaled(PROMPTS))).astype(int)
-    prompts += [beginning, *map(test.draw, lengths.tolist())]
+    prompts += [beginning, *map(test.quote, lengths.tolist())]
     asked = [test.sequence("one of several prompts in one call", prompt) for prompt in prompts]
     first = test.ask(asked, [test.randint(10, ANSWER) for _ in asked])
     answered = [(sequence, answer) for sequence, answer in zip(asked, first, strict=True) if answer]
@@ -349,11 +349,11 @@ def long_queue(test: StressTest) -> None:
     waiting = [test.sequence("one of many that wait", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
     waiting += [waiting[i] for i in test.rng.integers(0, len(waiting), test.scaled(REPEATED))]
     limits = np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist()
-    # The answers to short random prompts repeat themselves. The other requests take turns in the remaining places.
-    long = [test.sequence("a prompt with a long answer", test.randint(2, 9)) for _ in range(2)]
+    # Short random prompts have answers that repeat one token. These requests take turns in the remaining places.
+    long = [test.sequence("a prompt with a long answer", test.quote(test.randint(9, PAGE_TOKENS))) for _ in range(2)]
     at_once = len(long) + max(1, test.largest // test.randint(2, 6))
     least, most = map(test.scaled, LONG_ANSWERS)
-    longest = max(least, min(most, test.config.decode_steps, test.max_tokens - 9))
+    longest = max(least, min(most, test.config.decode_steps, test.max_tokens - PAGE_TOKENS))
     test.ask([*long, *waiting], [least, longest, *limits], at_once=min(at_once, test.largest))
 
 

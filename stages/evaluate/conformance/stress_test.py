@@ -7,6 +7,7 @@ codes that the engine stored, and the codes themselves.
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from stages.core.errors import UserError
@@ -36,6 +37,7 @@ def run_stress_test(
     progress: Progress,
     baseline: EngineConformance | None = None,
     asked: int | None = None,
+    texts: Sequence[Sequence[int]] = (),
 ) -> StressResult:
     """Run the stress test on an engine.
 
@@ -49,6 +51,7 @@ def run_stress_test(
         baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None if
             unknown.
         asked: Tokens of the user's own questions, which limit the size of the test; None for the whole test.
+        texts: Prompts of the questions, parts of which get free answers; random tokens without them.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
     if isinstance(engine, SupportsRequests):
@@ -59,7 +62,7 @@ def run_stress_test(
     seed = secrets.randbits(32) if config.seed is None else config.seed
     comparer = Comparer(engine, reference.with_limits_of(baseline))
     share = config.share(asked, max_tokens, claimed, largest)
-    test = StressTest(comparer, config, max_tokens, largest, claimed, seed, share, progress)
+    test = StressTest(comparer, config, max_tokens, largest, claimed, seed, share, texts, progress)
     _run_scenarios(test)
     failures = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations.messages()]
     if isinstance(engine, SupportsForgetting):
