@@ -13,6 +13,9 @@ from stages.core.errors import short
 from stages.core.redaction import leaves
 from stages.engines.config import backend_configs
 
+MAX_PLACES = 3
+"""Maximum keys that the hint for a key without its section names."""
+
 
 def explain_validation(error: ValidationError, composed: DictConfig) -> list[str]:
     """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
@@ -58,14 +61,29 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
         return f"the backend here has no such key; choose one that has: backend={', '.join(owners)}"
     if any(isinstance(part, int) for part in location):  # items of a list need not have all keys
         return "unknown key; leave it out"
+    if len(location) == 1:
+        sections: Any = OmegaConf.to_container(composed)
+        places = _places(name, {key: section for key, section in sections.items() if key not in (name, "hydra")})
+        if 0 < len(places) <= MAX_PLACES:
+            return f"unknown key, did you mean {' or '.join(places)}?"
     siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed
     choices = [str(key) for key in siblings if key not in (name, "hydra")]
     return f"unknown key{suggest(name, choices) or '; leave it out'}"
 
 
+def _places(name: str, values: dict[str, Any], parent: str = "") -> list[str]:
+    """Return the keys below the sections of `values` that end in `name`."""
+    places = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            places += [f"{parent}{key}.{name}"] if name in value else []
+            places += _places(name, value, f"{parent}{key}.")
+    return places
+
+
 def suggest(value: str, choices: Sequence[str]) -> str:
-    """Return the hint after an invalid value: the closest choice, or all choices."""
-    close = get_close_matches(value, choices, n=1)
-    if close:
+    """Return the hint after an invalid value: the closest choice, the only choice that contains the value, or all choices."""
+    close = get_close_matches(value, choices, n=1) or [choice for choice in choices if value in choice]
+    if len(close) == 1:
         return f", did you mean {close[0]}?"
     return f"; choose one of {', '.join(choices)}" if choices else ""
