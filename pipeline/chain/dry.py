@@ -112,7 +112,10 @@ class Preview:
         if len(self.verdicts) == len(jobs):
             refusal = planned.refusal([(label, verdict.status, verdict.checks) for label, verdict in self.verdicts.items()])
         elif len(self.too_few) == len(jobs):
-            refusal = f"workloads: {self.too_few[0]}"
+            refusal = f"workloads: {self.too_few[0]} (docs/questions.md#my-questions)"
+        else:
+            for text in dict.fromkeys(self.too_few):
+                console.say(f"[yellow]note:[/] some jobs: {text}")
         if refusal is not None:
             self.problems[EXIT_CODES[GateRefusal], refusal] = jobs
 

@@ -52,8 +52,8 @@ class VerdictSteps:
     def report(self) -> Artifact:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
         policy = self.config.kv
-        if self.too_few is not None:
-            console.say(f"[yellow]note:[/] these questions {self.too_few} (docs/questions.md#my-questions)")
+        if self.too_few is not None and self.chain.store.makes:  # a dry run ends with this line
+            console.say(f"[yellow]note:[/] {self.too_few} (docs/questions.md#my-questions)")
         artifacts = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)

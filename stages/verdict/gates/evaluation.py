@@ -14,6 +14,8 @@ REQUIRED_NUMBERS = (
     "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",
 )  # fmt: skip
 """Fields of a row that must be finite."""
+RECOMMENDED_DOCUMENTS = 60
+"""Documents per workload that docs/questions.md recommends: fewer suffice only for a cache that loses nearly nothing."""
 UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
 """Group of policy keys -> clause of the message that the group had no effect."""
 
@@ -62,7 +64,7 @@ def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
 def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
     """Return, before any work, why no candidate can PASS on these samples; None if they suffice.
 
-    Example: `cannot pass: 20 of 60 questions; ask 60, better 300`.
+    Example: `these questions cannot pass: 10 documents of support, 15 are needed (60 recommended)`.
     """
     by_name: dict[str, set[str]] = {}
     for sample in samples:
@@ -73,14 +75,16 @@ def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
     missing = []
     if not shows_none_ruined(len({sample.cluster for sample in samples}), len(samples), thresholds):
         minimum = next(count for count in range(1, MIN_SOUND_REQUESTS + 1) if shows_none_ruined(count, count, thresholds))
-        missing.append(f"{len(samples)} of {minimum} questions")
+        alternative = f" (or {minimum} documents)" if minimum < MIN_SOUND_REQUESTS else ""
+        missing.append(f"{len(samples)} questions, {MIN_SOUND_REQUESTS} are needed{alternative}")
+    needed = thresholds.min_samples
+    recommended = f" ({RECOMMENDED_DOCUMENTS} recommended)" if needed < RECOMMENDED_DOCUMENTS else ""
     missing += [
-        f"{len(document_ids)} of {thresholds.min_samples} documents of {name}"
+        f"{len(document_ids)} documents{f' of {name}' if name != ALL else ''}, {needed} are needed{recommended}"
         for name, document_ids in sorted(by_name.items())
-        if len(document_ids) < thresholds.min_samples
+        if len(document_ids) < needed
     ]
-    enough = max(MIN_SOUND_REQUESTS, thresholds.min_samples)
-    return f"cannot pass: {', '.join(missing)}; ask {enough:,}, better {5 * enough:,}" if missing else None
+    return f"these questions cannot pass: {'; '.join(missing)}" if missing else None
 
 
 def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
