@@ -136,8 +136,11 @@ SHORT = (
 LONG = ("fp8 per tensor", "int8 per token", "fp8 keys, int4 g64 values", "int4 g32")
 """Policies for Gemma 3's longer texts: the policies that `make real MODEL=gemma3` judges."""
 
-BESIDE_PEERS, PEER_TEXTS = ("int4 g32, asymmetric", "int4, 64 recent exact"), 4
-"""Policies that are measured beside transformers' caches, and number of texts, since a peer decodes token by token."""
+COMPARED: dict[str, KVPolicy] = {name: POLICIES[name] for name in ("int4 g32, asymmetric", "int4, 64 recent exact")}
+COMPARED["int4, asymmetric, 64 recent exact"] = policy(dynamic("int4", symmetric=False), recent=64)
+"""Policies that `--peers` compares with transformers' caches."""
+PEER_TEXTS = 4
+"""Number of texts of `--peers`, few because a peer decodes token by token."""
 
 CLAIMS: tuple[tuple[str, str, str], ...] = (
     ("fp8 per token is better than int8 per token", "fp8 per token", "int8 per token"),
@@ -264,12 +267,12 @@ def measure_engines(exact: Forced, engines: Mapping[str, Forced], texts: Sequenc
 
 
 def measure_peers(checkpoint: Path, texts: Sequence[Text]) -> dict[str, Measured]:
-    """Score all texts under transformers' QuantizedCache, and under two policies of kvgate with dynamic scales."""
+    """Score all texts under transformers' QuantizedCache, and under policies of kvgate with dynamic scales."""
     model = load_model(checkpoint)
     exact = TorchEngine.from_model(model, FP16_POLICY)
-    own = {name: TorchEngine.from_model(model, POLICIES[name]) for name in BESIDE_PEERS}
+    own = {name: TorchEngine.from_model(model, kv) for name, kv in COMPARED.items()}
     sums = measure_engines(exact, {**own, **peers(load_model(checkpoint))}, texts)
-    sizes = {name: POLICIES[name].bytes_per_token(exact.shape) for name in own}
+    sizes = {name: kv.bytes_per_token(exact.shape) for name, kv in COMPARED.items()}
     return {name: Measured(sizes.get(name, bytes_per_token(exact.shape)), sums[name]) for name in sums}
 
 
