@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from rich.markup import escape
 
+from pipeline.chain import suggesting
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.job_run import Run
 from pipeline.cli import console, next_steps, tables
@@ -37,7 +38,7 @@ from stages.engines.backend import Job
 from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, recommend
 from stages.planning.tune_records import TUNE_FILE, TuneReport
-from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
+from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
 
@@ -45,9 +46,6 @@ CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of stage=capacity and stage=recommend."""
 TUNED = "tuned"
 """Folder in the work directory with the policies that stage=tune found, a configuration folder, and their record."""
-
-MAX_DEFAULT_TOKENS = 640
-"""Maximum tokens, in whole pages, of the questions that `workloads=chat` asks."""
 
 
 def show_capacity(run: Run) -> None:
@@ -69,19 +67,15 @@ def recommend_policy(run: Run) -> None:
     config = run.config
     with show_progress("reading the evidence"):
         files, notes = _checkpoint_digests(config)
-        model = read_model(locate_checkpoint(config.model.path)).kv
-        evaluations = [_read_judged(config, model, files, directory) for directory in identities(config.artifacts).values()]
+        model = read_model(locate_checkpoint(config.model.path))
+        evaluations = [_read_judged(config, model.kv, files, directory) for directory in identities(config.artifacts).values()]
         judged = [evaluation for evaluation in evaluations if evaluation is not None]
     capacity = _capacity(config, [evaluation.policy for evaluation in judged])
     with show_progress("asking the backend which policies it serves"):
         unserved = _find_unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
-    dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
-    remaining = [part for part in run.arguments if not part.lstrip("+~").startswith(dropped)]
-    for line in (
-        *tables.budget_lines(capacity)[:3],
-        *tables.recommendation_lines(recommendation, remaining, _question_keys(config)),
-    ):
+    commands = suggesting.evidence_lines(config, run.arguments, recommendation, capacity, model)
+    for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, commands)):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
     console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
@@ -111,16 +105,6 @@ def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]
         except MissingRequirement:  # the policy is not at fault
             pass
     return set() if baseline in unserved else unserved
-
-
-def _question_keys(config: Config) -> list[str]:
-    """Return arguments of the suggested command: questions of the use's length, and this length as the engine's limit."""
-    key, longest = config.backend.length_key, whole_pages(config.capacity.longest)
-    if longest <= MAX_DEFAULT_TOKENS:
-        return []
-    limit = [] if key is None else [f"backend.{key}={longest}"]
-    questions = config.workloads.jsonl or config.workloads.lengths
-    return limit if questions else [f"workloads.lengths=[{longest}]", *limit]
 
 
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:

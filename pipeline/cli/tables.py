@@ -7,7 +7,6 @@ from rich.markup import escape
 
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
-from pipeline.cli.next_steps import command_line
 from pipeline.cli.progress import duration
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
@@ -222,11 +221,10 @@ def capacity_table(capacity: Capacity) -> Grid:
     return Grid("What the memory holds", (POLICY, *columns), rows, few)
 
 
-def recommendation_lines(recommendation: Recommendation, base: Sequence[str], changes: Sequence[str]) -> list[str]:
+def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]) -> list[str]:
     """Return lines with the recommended policy, and the reasons against the others.
 
-    Policies without evidence are named only if they would hold at least the live tokens of the chosen policy. One command,
-    which begins with the arguments `base` except those that `changes` replace, judges them all.
+    `commands`: lines with the command that judges policies without evidence.
     """
     chosen, passed_over = recommendation.chosen, recommendation.passed_over
     lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
@@ -243,14 +241,12 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str], ch
         if entry.reason not in (NO_EVIDENCE, NOT_SERVED):
             lines.append(f"  not {escape(entry.name)} ({entry.live_tokens:,}): {escape(entry.reason)}")
     unjudged, unserved = ([entry for entry in passed_over if entry.reason == reason] for reason in (NO_EVIDENCE, NOT_SERVED))
-    more = [entry for entry in unjudged if chosen is None or entry.live_tokens >= chosen.live_tokens]
+    more = len(recommendation.unjudged)
     if more:
-        named = ", ".join(f"{entry.name} ({entry.live_tokens:,})" for entry in more)
-        shipped = ",".join(entry.name for entry in more if " " not in entry.name)  # others are variants
-        command = command_line(base, *changes, "stage=evaluate", f"kv={shipped}", sweep="," in shipped)
-        lines += [f"  {NO_EVIDENCE}: {escape(named)}; make it with", f"    {escape(command)}"]
-    if len(more) < len(unjudged):
-        lines.append(f"  and {len(unjudged) - len(more)} more that have no evidence and hold fewer live tokens")
+        lines.append(f"  {more} that have no evidence and hold {'at least as many' if chosen else 'enough'} live tokens")
+    lines += commands
+    if more < len(unjudged):
+        lines.append(f"  and {len(unjudged) - more} more that have no evidence and hold fewer live tokens")
     if unserved:
         lines.append(f"  and {len(unserved)} that the backend does not serve")
     return lines

@@ -30,7 +30,7 @@ class BackendConfig(StrictModel):
     takes_quantized: ClassVar[bool] = False
     """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
-    """Policies to try after another policy failed, in ascending order of bytes per token."""
+    """Policies to try, in ascending order of bytes per token: the last first, and a larger one after another policy failed."""
 
     length_key: ClassVar[str | None] = None
     """Configuration key that limits prompt plus answer, in tokens; None if only the model limits them."""

@@ -92,6 +92,12 @@ class Recommendation(StrictModel):
     passed_over: list[PassedOver]
     """Sorted by live tokens, descending."""
 
+    @property
+    def unjudged(self) -> list[PassedOver]:
+        """Policies without evidence that would hold at least the live tokens of the chosen policy."""
+        least = 0 if self.chosen is None else self.chosen.live_tokens
+        return [entry for entry in self.passed_over if entry.reason == NO_EVIDENCE and entry.live_tokens >= least]
+
 
 def recommend(
     capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = (), unserved: Collection[str] = ()
@@ -190,7 +196,7 @@ def _find_gaps(evidence: Judged, use: CapacityConfig) -> list[str]:
     if evidence.longest_decode < use.new_tokens:
         missing.append(
             f"no sample decoded more than {evidence.longest_decode:,} tokens and answers of {use.new_tokens:,} are needed: "
-            f"judge samples with such answers, with workloads.max_scored_tokens={use.new_tokens}"
+            f"ask your own questions with such references (workloads=jsonl), with workloads.max_scored_tokens={use.new_tokens}"
         )
     if use.shared_prefix_tokens and not evidence.forks:
         missing.append("no shared prefix was exercised: give samples a common document")

@@ -115,5 +115,8 @@ def test_without_evidence_nothing_is_recommended_or_written(
     own = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
     with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):
         recommend_policy(Run(config_of(*overrides, *own), arguments=own))
-    assert "-m gates.max_mean_kl=0.02 'workloads.lengths=[32768]' stage=evaluate kv=int4_streaming," in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "a CPU takes hours for this use: judge it with vLLM on a GPU" in output
+    assert "gates.max_mean_kl=0.02 experiment=vllm backend.max_model_len=32768 backend.max_num_seqs=8 " in output
+    assert "stage=evaluate kv=vllm_int8,fp8" in output
     assert not list(tmp_path.rglob("mlflow.db"))

@@ -14,6 +14,7 @@ from helpers.verdicts.reports import report as make_report
 
 from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy
+from pipeline.chain.suggesting import evidence_lines
 from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
@@ -131,18 +132,47 @@ def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object],
     assert expected in reason(recommendation, "fp8")
 
 
-def test_only_unjudged_policies_with_more_tokens_are_named() -> None:
-    lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"], []))
-    (command,) = [
-        line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=" in line and ",int4_g64," in line
-    ]
-    arguments = shlex.split(command)[4:]
-    (swept,) = [one for one in arguments if one.startswith("kv=")]
-    assert {"int4_g32", "fp8k_int4v", "fp8_head"} <= set(swept.removeprefix("kv=").split(","))
-    jobs = plan([one if one != swept else "kv=int4_g32,fp8_head" for one in arguments], multirun=True).jobs
-    assert {(job.stage, job.seed) for job in jobs} == {("evaluate", 1)}
+def suggested(found: Recommendation, *arguments: str, model: ModelShape = MODEL) -> list[str]:
+    """Return the arguments of the suggested command."""
+    config = plan([*USE, *arguments], multirun=False).jobs[0]
+    lines = evidence_lines(config, [*arguments, *USE], found, capacity(*arguments), model)
+    (command,) = [line for line in lines if " -m pipeline " in line]
+    return shlex.split(command)[3:]
+
+
+def test_the_first_unjudged_policies_of_the_backend_are_suggested() -> None:
+    found = recommended(judged("fp8"))
+    arguments = suggested(found, "seed=1")
+    assert arguments[:3] == ["-m", "seed=1", "workloads.lengths=[960]"]
+    assert arguments[3:] == ["stage=evaluate", "kv=fp8k_int4v,int4_g32"], "int8 holds fewer tokens than fp8, which passed"
+    assert suggested(recommended(), "seed=1")[-1] == "kv=int8,fp8,fp8k_int4v", "at most three"
+    assert suggested(recommended(), "backend=torch", "seed=1")[-1] == "kv=int8,fp8,fp8k_int4v"
+    lines = "\n".join(recommendation_lines(found, []))
     assert "not fp16" not in lines
+    assert "that have no evidence and hold at least as many live tokens" in lines
     assert "more that have no evidence and hold fewer live tokens" in lines
+
+
+def test_only_a_given_policy_is_suggested() -> None:
+    assert suggested(recommended(), "kv=int4_g64")[-1] == "kv=int4_g64"
+    assert suggested(recommended(judged("int8")), "kv=int8")[-1] == "kv=fp8,fp8k_int4v,int4_g32", "int8 has evidence already"
+
+
+def test_the_suggested_command_covers_the_use() -> None:
+    short = ["capacity.contexts=[{tokens: 600, requests: 1}]", "capacity.concurrency=40", "capacity.new_tokens=300"]
+    config = plan([*USE[:2], *short], multirun=False).jobs[0]
+    found = capacity(*short)
+    (command,) = [line for line in evidence_lines(config, [], recommend(found, []), found, MODEL) if "stage=evaluate" in line]
+    assert shlex.split(command)[4:6] == ["workloads.batch_size=40", "workloads.max_scored_tokens=300"]
+
+
+def test_vllm_is_suggested_for_a_use_that_takes_a_cpu_hours() -> None:
+    large = replace(MODEL, tensors=lambda: {"weight": (80_000, 1_000_000)})
+    arguments = suggested(recommended(), "kv=vllm_int8", model=large)
+    assert arguments[:3] == ["experiment=vllm", "backend.max_model_len=1024", "backend.max_num_seqs=8"]
+    assert arguments[-2:] == ["stage=evaluate", "kv=vllm_int8"]
+    assert suggested(recommended(), "kv=int8", model=large)[-1] == "kv=vllm_int8,fp8", "vLLM does not serve int8"
+    assert suggested(recommended(), "kv=int8", "backend=torch", model=large)[-1] == "kv=int8"
 
 
 # stage=recommend on evidence as a run leaves it
@@ -214,7 +244,7 @@ def test_only_policies_that_the_backend_serves_are_suggested(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVGATE_VLLM_PYTHON", raising=False)
-    longer = ["capacity.contexts=[{tokens: 900, requests: 1}]", "backend=vllm", "backend.max_model_len=1024"]
+    longer = ["capacity.contexts=[{tokens: 1000, requests: 1}]", "backend=vllm", "backend.max_model_len=8192"]
     recommendation = refused(tmp_path, *overrides, *longer)
     printed = capsys.readouterr().out
     (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
@@ -222,8 +252,8 @@ def test_only_policies_that_the_backend_serves_are_suggested(
     given = dict(part.split("=", 1) for part in arguments)
     assert len(given) == len(arguments), "two values of a key are refused"
     swept = given["kv"].split(",")
-    assert {"fp16", "fp8", "fp8_head"} <= set(swept)
-    assert (given["workloads.lengths"], given["backend.max_model_len"]) == ("[960]", "960")
+    assert swept == ["vllm_int8", "fp8"]
+    assert (given["experiment"], given["backend.max_model_len"], given["backend.max_num_seqs"]) == ("vllm", "1024", "8")
     unserved = {one.name for one in recommendation.passed_over if one.reason == NOT_SERVED}
     assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= unserved
     assert not unserved & set(swept)
