@@ -49,17 +49,28 @@ TUNED = "tuned"
 
 
 def show_capacity(run: Run) -> None:
-    """Print and write the memory's capacity under every policy of conf/kv and under `kv=`, as the backend frees pages."""
+    """Print the memory's capacity under the policies that the backend serves, and write it for every policy.
+
+    The policies are those of conf/kv and `kv=`. Pages are freed as the backend frees them.
+    """
     config = run.config
     capacity = _capacity(config, [])
+    with show_progress("asking the backend which policies it serves"):
+        unserved = _find_unserved(config, {entry.name: entry.policy for entry in capacity.policies})
+    served = [entry for entry in capacity.policies if entry.name not in unserved] or capacity.policies
+    shown = capacity.model_copy(update={"policies": served})
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
-    console.show("capacity", tables.capacity_table(capacity))
+    console.show("capacity", tables.capacity_table(shown))
+    if unserved:
+        own = [entry.name for entry in capacity.policies if entry.policy == config.kv and entry.name in unserved]
+        among = f", {escape(own[0])} among them" if own else ""
+        console.say(f"left out: {len(unserved)} that backend={config.backend.name} does not serve{among}")
     for name, reason in capacity.unfit.items():
         console.say(f"{escape(name)} does not fit: {escape(reason)}")
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
-    _require_room(capacity)
+    _require_room(shown)
 
 
 def recommend_policy(run: Run) -> None:

@@ -182,7 +182,7 @@ def budget_lines(capacity: Capacity) -> list[str]:
         f"reserved, leave {capacity.cache_bytes / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
         f"admitted to {100 * use.ceiling:g} %",
         f"mix: {mix} tokens; {100 * capacity.block_waste:.2f} % of their pages' slots stay empty; "
-        f"{use.concurrency:,} requests at once are needed",
+        f"{use.concurrency:,} requests at once are needed (capacity.concurrency)",
     ]
     return lines + [f"[yellow]note:[/] {escape(note)}" for note in capacity.notes]
 
@@ -206,7 +206,10 @@ def policy_line(capacity: Capacity, name: str) -> list[str]:
 
 
 def capacity_table(capacity: Capacity) -> Grid:
-    """Return a table of the tokens and requests that fit the budget, by policy."""
+    """Return a table of the tokens and requests that fit the budget, with the most requests first.
+
+    Policies with eviction come last, because they forget tokens.
+    """
     percent = f"{100 * capacity.use.ceiling:g} %"
     columns: dict[Column, Callable[[PolicyCapacity], float]] = {
         Column("kib_per_token", "KiB/\ntoken", ".3f"): lambda entry: entry.bytes_per_token / KIB,
@@ -216,9 +219,15 @@ def capacity_table(capacity: Capacity) -> Grid:
         Column("requests", f"requests\nat {percent}", ","): lambda entry: entry.requests,
         Column("live_tokens", "their\ntokens", ","): lambda entry: entry.live_tokens,
     }
-    rows: list[list[Value]] = [[entry.name, *(value(entry) for value in columns.values())] for entry in capacity.policies]
+    ordered = sorted(
+        capacity.policies, key=lambda entry: (entry.policy.eviction is not None, -entry.requests, entry.mix_bytes, entry.name)
+    )
+    rows: list[list[Value]] = [
+        [entry.name, *(value(entry) for value in columns.values()), "forgotten" if entry.policy.eviction else "kept"]
+        for entry in ordered
+    ]
     few = {entry.name: "dim" for entry in capacity.policies if entry.requests < capacity.use.concurrency}
-    return Grid("What the memory holds", (POLICY, *columns), rows, few)
+    return Grid("What the memory holds", (POLICY, *columns, Column("old_tokens", "old\ntokens")), rows, few)
 
 
 def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]) -> list[str]:

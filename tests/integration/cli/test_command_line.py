@@ -88,7 +88,14 @@ def test_capacity_needs_only_a_config_json(overrides: list[str], tmp_path: Path,
     output = capsys.readouterr().out
     policies = {entry["name"]: entry for entry in json.loads((tmp_path / "work" / "capacity.json").read_text())["policies"]}
     assert {path.stem for path in CONF.glob("*.yaml")} | {"fp8 kv.sink_tokens=4"} == policies.keys()
-    assert all(f" {name} " in output for name in policies)
+    unserved = {"llamacpp_q4_0", "llamacpp_q8_0", "llamacpp_q8k_q4v", "vllm_fp8", "vllm_int4", "vllm_int8"}
+    assert all((f" {name} " in output) == (name not in unserved) for name in policies)
+    assert "left out: 6 that backend=onnxruntime does not serve\n" in output
+    rows = re.findall(r"^ (\w+) .* ([\d,]+) +[\d,]+ (kept|forgotten) *$", output, re.MULTILINE)
+    requests = [int(count) for _, count, tokens in rows if tokens == "kept"]
+    assert requests == sorted(requests, reverse=True)
+    forgetting = [name for name, _, tokens in rows if tokens == "forgotten"]
+    assert forgetting == [name for name, *_ in rows[-4:]], "policies that evict come last"
     assert (policies["int4_g64"]["tokens_that_fit"], "1,387,821" in output) == (1_387_821, True)
     assert {path.name for path in (tmp_path / "llama-8b").iterdir()} == {"config.json"}
 
