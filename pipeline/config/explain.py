@@ -1,7 +1,7 @@
 """Error messages for configurations, one line per problem, since the texts of pydantic are for developers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any
@@ -48,10 +48,15 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             choices = ["".join(groups) for groups in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
-            lines.append(
-                f"{key}: {text[0].lower()}{text[1:]} (got {short(repr(value) if isinstance(value, str) else value, 200)})"
-            )
+            got = short(repr(value) if isinstance(value, str) else value, 200)
+            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {got}){_percent(problem.get('ctx', {}), value)}")
     return lines
+
+
+def _percent(context: Mapping[str, Any], value: object) -> str:
+    """Return a hint for a share that was given in percent; empty for other values."""
+    is_share = 1 in (context.get("lt"), context.get("le"))
+    return f"; {value:g} % is {value / 100:g}" if is_share and isinstance(value, int | float) and 2 <= value <= 100 else ""
 
 
 def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:

@@ -52,6 +52,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("workloads=mine.jsonl", "workloads=mine.jsonl: no such option; write workloads=jsonl workloads.jsonl=mine.jsonl"),
     ("model=/models/x", "model=/models/x: no such option; write model.path=/models/x"),
     ("kv=q8_0", "kv=q8_0: no such option, did you mean llamacpp_q8_0?"),
+    ("gates.min_recovery=95", "gates.min_recovery: input should be less than 1 (got 95); 95 % is 0.95"),
     ("bundle=engine", "bundle=engine: only stage=verify reads it"),
     ("nonsense",),
     ("kv=int8 seed=1 kv=fp8", "kv=fp8: contradicts kv=int8; keep one of them"),

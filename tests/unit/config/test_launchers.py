@@ -72,6 +72,19 @@ def test_all_typos_of_a_command_are_reported_at_once() -> None:
     assert [line.split(":")[0] for line in sorted(str(raised.value).splitlines())] == typos
 
 
+def test_a_missing_model_is_named_together_with_other_mistakes() -> None:
+    with pytest.raises(UserError) as raised:
+        plan(["model.path=/nope", "kv=in8", "gates.min_recovery=95"], multirun=False)
+    assert str(raised.value).splitlines() == [
+        "kv=in8: no such option, did you mean int8?",
+        "gates.min_recovery: input should be less than 1 (got 95); 95 % is 0.95",
+        "model.path=/nope: no such directory; give a local checkpoint, or a GGUF file",
+    ]
+    with pytest.raises(UserError) as raised:
+        plan(["model.path=/nope", "kv=in8", "stage=status"], multirun=False)
+    assert "model.path" not in str(raised.value), "this stage reads no model"
+
+
 def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:
     assert plan(["kv=fp8,int8", "seed=1", "kv=int4"], multirun=True).names == ("int4",)
     assert plan(["experiment=demo", "kv=fp8"], multirun=False).names == ("fp8",)
