@@ -12,7 +12,7 @@ from stages.verdict.thresholds import Check, Gate
 ALL = "all"
 """`Check.where` of a line on all workloads together."""
 MIN_SOUND_REQUESTS = 60
-"""Requests that pass `max_ruined_share` if none is ruined, although fewer than 150 documents cannot show it statistically."""
+"""Requests that pass `max_ruined_share` if none is ruined, although fewer than 161 documents cannot show it statistically."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ class Figure:
         )
         if result.decision == "PASS" and self.sound_requests and result.bound > self.threshold:
             text = (
-                f"{self.label} 0; {MIN_SOUND_REQUESTS} requests without a ruined one pass, although {self.sound_requests} only "
-                f"show that the share is at most {bound:.3g} ({self.gate} is {self.threshold:g})"
+                f"{self.label} 0; {MIN_SOUND_REQUESTS} requests without a ruined one are enough for a PASS, although "
+                f"{len(self.mean.values)} documents show only a share of at most {bound:.3g} ({100 * (1 - result.level):.4g} % "
+                f"bound), not {self.gate} ({self.threshold:g})"
             )
         status = result.decision or "INCONCLUSIVE"
         return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)

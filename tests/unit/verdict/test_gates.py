@@ -220,10 +220,13 @@ def test_fail_only_gates_have_no_line_unless_they_fail(rows: Rows, gate: str) ->
     assert not [check for check in outcome.checks if check.gate == gate and check.where in ("all", "prose")]
 
 
-def test_60_sound_requests_pass_although_they_cannot_show_the_share() -> None:
-    check = line(verdict(answered("copy", 60)), "max_ruined_share")
+@pytest.mark.parametrize(("documents", "share"), [(60, "0.0683"), (15, "0.299")])
+def test_60_sound_requests_pass_although_they_cannot_show_the_share(documents: int, share: str) -> None:
+    rows = [row.model_copy(update={"document": f"page-{i % documents}"}) for i, row in enumerate(answered("copy", 60))]
+    check = line(verdict(rows), "max_ruined_share")
     assert (check.status, check.threshold) == ("PASS", 0.025)
-    assert "60 requests without a ruined one pass, although 60 only show that the share is at most 0.0" in check.reason
+    clause = "60 requests without a ruined one are enough for a PASS, although {} documents show only a share of at most {} "
+    assert clause.format(documents, share) + "(95.5 % bound), not max_ruined_share (0.025)" in check.reason
 
 
 def test_ruined_requests_are_counted_by_raw_values() -> None:
