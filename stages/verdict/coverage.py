@@ -56,7 +56,9 @@ class Limits(Record):
     """Tokens that an engine may allow even if `tokens` is smaller: it had to be built for this length to run the samples."""
     batch: int | None = None
     decoded: int | None = None
-    """Maximum decoded tokens of a sequence; null without a stress test."""
+    """Maximum decoded tokens of a sample; null without a stress test."""
+    stress_decoded: int = 0
+    """Maximum decoded tokens of a sequence of the stress test, whose tokens are random."""
     features: tuple[str, ...] = ()
     """Other features that were exercised: turns, forks, reused prefixes, a full pool."""
 
@@ -70,6 +72,8 @@ class Limits(Record):
 
     def __str__(self) -> str:
         decoded = f", {self.decoded:,} decoded" if self.decoded is not None else ""
+        if self.stress_decoded > (self.decoded or 0):
+            decoded += f" ({self.stress_decoded:,} in the stress test)"
         features = " and ".join(filter(None, (", ".join(self.features[:-1]), *self.features[-1:])))
         return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {features}' if features else ''}"
 
@@ -113,6 +117,7 @@ def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
         tokens=tokens,
         room=samples.room,
         batch=max(batch, stress.batch) if as_long else batch,
-        decoded=max(samples.longest_decode, stress.decoded),
+        decoded=samples.longest_decode,
+        stress_decoded=stress.decoded,
         features=tuple(name for name, count in features if count),
     )
