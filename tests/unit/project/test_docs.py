@@ -206,7 +206,7 @@ def substitutions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         r"(?<=[=\[])public\.pem": str(public),
         r"\bNAME\b": "int8",
         r" workdir=\S+": "",
-        r"$": f" workdir={folder}/work",
+        r"$": f" workdir={folder}/work dry=true",
     }
 
 
