@@ -36,6 +36,12 @@ class Exhibit:
     evidence: Path | None = None
     """Directory for `stage=verify bundle=`."""
 
+    @property
+    def size(self) -> str:
+        """The number of questions and documents; "" without samples."""
+        documents = len({row.document for row in self.rows})
+        return f"{len(self.rows):,} questions about {documents:,} documents" if self.rows else ""
+
 
 @dataclass(frozen=True)
 class Occasion:

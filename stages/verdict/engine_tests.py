@@ -92,6 +92,8 @@ class StressResult(Record):
     """Number of times that a full pool preempted a request, which was then recomputed."""
     seed: int = 0
     """Random seed of the tokens, lengths and order."""
+    share: float = 1.0
+    """Share of the test that ran; below 1 if the user's own questions are few."""
 
     def __str__(self) -> str:
         counts = (
@@ -100,10 +102,11 @@ class StressResult(Record):
         )
         also = "".join(f", {count} {name}" for name, count in counts if count)
         prompts = f", {self.prompts} of prompts" if self.prompts else ""
+        reduced = f"; reduced to {100 * self.share:.0f} % of the test, because the questions are few" if self.share < 1 else ""
         return (
             f"{self.rows} tokens{prompts} as the reference engine computes them, up to {self.tokens:,} tokens, "
             f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
-            f"{self.requests:,} requests, {self.steps:,} decode steps"
+            f"{self.requests:,} requests, {self.steps:,} decode steps{reduced}"
         )
 
 

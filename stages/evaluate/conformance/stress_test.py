@@ -73,6 +73,7 @@ def run_stress_test(
         failures.append(f"{what} stayed in the cache after every sequence was released")
     return StressResult(
         seed=seed,
+        share=share,
         page_offsets=len(test.offsets),
         failures=failures,
         allocation=(test.allocation or allocation(engine)).model_copy(update={"process": held}),

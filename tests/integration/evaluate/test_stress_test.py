@@ -27,7 +27,7 @@ from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import PAGE_TOKENS, KVShape
 from stages.verdict.engine_tests import StressResult
-from stages.workloads.config import StressTestConfig
+from stages.workloads.config import MIN_SHARE, StressTestConfig
 
 SMALL = StressTestConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
 WIDE = SMALL.model_copy(update={"max_batch": 20})
@@ -332,8 +332,9 @@ def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: Re
     limit("equal")
     brief = StressTestConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
     engine = load_engine(int8, threads=1)
-    drawn = [run_stress_test(engine, reference, brief, 2, 100, no_progress).seed for _ in range(2)]
-    assert drawn[0] != drawn[1]
+    drawn = [run_stress_test(engine, reference, brief, 2, 100, no_progress, asked=asked) for asked in (None, 1)]
+    assert drawn[0].seed != drawn[1].seed
+    assert [result.share for result in drawn] == [1.0, MIN_SHARE]
     assert run_stress_test(engine, reference, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
 
 

@@ -117,6 +117,12 @@ def test_keys_and_values_are_listed_by_layer(judged: list[Exhibit], tmp_path: Pa
     assert "7−1.52.52.2531.6−1.52.52.25–" in text
 
 
+def test_the_size_of_a_verdict_is_its_questions_and_documents(judged: list[Exhibit], page: str) -> None:
+    pairs = [row.model_copy(update={"document": f"page-{i // 2}"}) for i, row in enumerate(judged[0].rows[:60])]
+    assert replace(judged[0], rows=pairs).size == "60 questions about 30 documents"
+    assert f"; {judged[0].size}</summary>" in page
+
+
 def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibit]) -> None:
     fp8, int8, int4 = (changed_answers(exhibit, 30)[0] for exhibit in judged)
     assert [(answer.row.id, answer.kind) for answer in fp8] == [("retrieval-39", "gained"), ("copy-39", "gained")]

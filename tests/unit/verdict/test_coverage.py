@@ -98,6 +98,15 @@ def test_a_verdict_names_the_limits_that_it_covers() -> None:
         assert (outcome.status, outcome.covered) == ("PASS", f"up to 68 tokens, {covered}")
 
 
+def test_a_reduced_stress_test_states_its_share() -> None:
+    for share, ending in (
+        (1.0, "decode steps"),
+        (0.125, "decode steps; reduced to 12 % of the test, because the questions are few"),
+    ):
+        (check,) = lines("stress_test", report([], tests=engine_tests(stress_result(share=share))))
+        assert check.reason.endswith(ending)
+
+
 MIB = 1 << 20
 
 
