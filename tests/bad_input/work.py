@@ -21,7 +21,13 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("a name of 300 characters", "w" * 300, text_file("x", ""), 2, ("too long",)),
     ("artifacts is a file", "work", text_file("work/artifacts", ""), 2, ("artifacts", "not a directory")),
     ("summaries is a file", "work", text_file("work/summaries", ""), 2, ("summaries", "not a directory")),
-    (".store.json of version -1", "work", text_file("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
+    (
+        ".store.json of version -1",
+        "work",
+        text_file("work/artifacts/.store.json", '{"schema_version": -1}'),
+        2,
+        ("another version",),
+    ),
     ("junit.xml is a directory", "work", with_path("work/junit.xml", Path.mkdir), 2, ("junit.xml", "not a file")),
     ("mlflow.db is a directory", "work", with_path("work/mlflow.db", Path.mkdir), 2, ("mlflow.db", "not a file")),
 )
