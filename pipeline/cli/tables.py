@@ -149,22 +149,18 @@ KIB, MIB = 1024, 1024**2
 MIN_SECONDS = 30
 """Seconds of a verdict that are worth a line."""
 
-BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
-"""Memory of a verdict on a CPU: bytes per parameter for engine and reference engine in float32, then GiB for libraries, pages
-and distributions."""
-
 
 def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int) -> list[str]:
     """Return lines with the work, memory and time of a verdict on a CPU; empty for tiny models, which take seconds."""
     first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
     if whole < MIN_SECONDS:
         return []
+    memory = f"{work.gib(parameters, model.kv):.2g}"
     parts = [f"{tokens - decoded:,.0f} and {decoded:,.0f}" for tokens, decoded, *_ in (work.first, work.whole)]
-    memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB
     return [
         f"tokens to prefill and decode, both engines: about {parts[0]} if the first round decides, {parts[1]} in all rounds; "
         f"the reference engine computes {work.reference[0]:,.0f}",
-        f"a verdict on a CPU (backend=onnxruntime, {threads} threads) takes about {memory:.3g} GiB of memory and, if nothing "
+        f"a verdict on a CPU (backend=onnxruntime, {threads} threads) takes about {memory} GiB of memory and, if nothing "
         f"is reused, {duration(first)} if the first round decides, {duration(whole)} in all rounds (at the rates of a Xeon "
         "with AVX-512 and nothing else to do)",
     ]

@@ -12,8 +12,10 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from stages.core.memory import GIB
 from stages.core.records import Sample
-from stages.workloads.config import CONTROL_SAMPLES, LONG, WorkloadsConfig
+from stages.policies.policy import FP16_POLICY, KVShape
+from stages.workloads.config import CONTROL_SAMPLES, LONG, LONG_QUESTIONS, WorkloadsConfig
 
 PRODUCTS, ATTENTION, BYTES = 156e9, 83e9, 11.4e9
 """The default engine: operations per second in products with weights, operations per second in attention, and bytes of weights
@@ -25,6 +27,9 @@ SCALING = 0.85
 times as fast as one. Decode steps wait for memory, and the reference engine runs many small operations: both gain little."""
 PREPARING_S = 0.3e-6
 """Seconds per parameter for reading the checkpoint, exporting and building."""
+BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
+"""Memory of a verdict besides caches: bytes per parameter for engine and reference engine in float32, then GiB for libraries
+and distributions."""
 CHARACTERS = 4
 """Characters per token of text."""
 TEMPLATE_TOKENS = 8
@@ -69,6 +74,13 @@ class VerdictWork:
     whole: Work
     """The work of baseline and candidate on the default engine in all rounds."""
     reference: Work
+    cached: int
+    """Maximum tokens in caches at the same time, in tokens of an FP16 cache: the baseline's batch of the longest requests, and
+    one request of the reference engine, whose cache is float32."""
+
+    def gib(self, parameters: int, shape: KVShape) -> float:
+        """Return the memory of a verdict on a CPU, in GiB. The long run in docs/questions.md took 3.4; this estimates 3.6."""
+        return (BYTES_PER_PARAMETER * parameters + FP16_POLICY.bytes_per_token(shape) * self.cached) / GIB + REST_GIB
 
     def seconds(self, parameters: int, width: int, threads: int) -> tuple[float, float]:
         """Return the seconds of a verdict if the first round decides, and if all rounds run.
@@ -128,7 +140,8 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
         compared = (prefill(question.prompt + question.answer) for question in _choose(first, config.conformance_samples))
         # The reference engine repeats requests of both engines, each once with and once without disturbed activations.
         reference = 4 * sum(compared, NO_WORK) + np.array([half, 0, pairs, 0])
-    return VerdictWork(once + both[0], once + sum(both, NO_WORK), reference)
+    together = -(-config.batch_size // LONG_QUESTIONS) + 1 if config.lengths else config.batch_size
+    return VerdictWork(once + both[0], once + sum(both, NO_WORK), reference, (together + 2) * longest)
 
 
 def _ask(asked: Sequence[Question], batch: int) -> Work:
