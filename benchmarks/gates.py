@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import gate_shapes
 from benchmarks.recovery import Answers, load
 from stages.verdict.bets import OUTLIER, Array, Decisions, Mean
-from stages.verdict.gates.answers import BET, STUDENT, WORST
+from stages.verdict.gates.answers import BET_SHARE, STUDENT_SHARE, WORST
 from stages.verdict.thresholds import ALPHA, MARGIN, RULES, Thresholds
 
 FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
@@ -55,8 +55,8 @@ def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Dec
     """Return, for every run, whether the gate on recovery passes at any look."""
     level, passed = GATES.pass_alpha, np.zeros(len(base), bool)
     for pages in looks:
-        t_level = STUDENT * level if pages == looks[-1] else 0.0
-        passed |= losses(base[:, :pages], kept[:, :pages], limit).passes(BET * level, t_level)
+        t_level = STUDENT_SHARE * level if pages == looks[-1] else 0.0
+        passed |= losses(base[:, :pages], kept[:, :pages], limit).passes(BET_SHARE * level, t_level)
     return passed
 
 

@@ -54,7 +54,7 @@ class EngineSteps(Artifacts):
     finished: list[tuple[str, Artifact]] = field(default_factory=list)
     """Titles and artifacts, made or reused, in order of completion."""
     _watched: dict[Path, tuple[int, ...]] = field(default_factory=dict)
-    """The user's files whose digest names artifacts -> their state before they were read."""
+    """A user's file that artifacts' keys depend on -> its state before it was read."""
 
     def digest_of(self, path: Path) -> str:
         self.watch(path)

@@ -119,7 +119,7 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         if facts.judges and samples and is_folder:
             from stages.evaluate.inputs.tokens import check_lengths
 
-            check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
+            check_lengths(samples, checkpoint.path, config.workloads, *_context_limit(config, checkpoint))
         if facts.judges and config.workloads.lengths and is_folder:
             _check_shortest(config, checkpoint)
         if is_folder:  # last, since it imports torch and transformers
@@ -147,7 +147,7 @@ def _check_work(config: Config) -> None:
     check_store(config.artifacts)
 
 
-def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
+def _context_limit(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
     limit = config.backend.context_limit
     if limit is not None and limit < checkpoint.max_positions:
         return limit, f"backend={config.backend.name} is configured for {limit:,}"
@@ -177,7 +177,7 @@ def _check_context(
 
     Messages name `key`, the setting of their length with its value, and `batch_key`, the setting of their number.
     """
-    limit, limited = _context(config, checkpoint)
+    limit, limited = _context_limit(config, checkpoint)
     if tokens > limit:
         raise UserError(f"{key}: got {tokens:,} tokens, {tokens - limit:,} too many ({limited} tokens); lower it")
     if config.backend.in_process:
@@ -204,7 +204,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
         texts_from_file(config.calibration.file, config.calibration.samples)
     brings_questions = config.workloads.own is not None or config.workloads.gsm8k > 0
-    if not brings_questions and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
+    if not brings_questions and _context_limit(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
     from stages.evaluate.inputs.samples import load_samples
 

@@ -50,8 +50,8 @@ RAY_OVERRIDES = (
 
 KVGATE_ERRORS: tuple[type[Exception], ...] = (Refusal, TypeError, AttributeError, PicklingError)
 """Exceptions that are not the launcher's: refusals, and pickle's errors for a job that cannot be sent (defects of kvgate)."""
-ENDING_S = 5.0
-LAST_LINES_S = 1.0
+KILL_AFTER_S = 5.0
+OUTPUT_WAIT_S = 1.0
 
 
 class LauncherRefusal(UserError):
@@ -131,7 +131,7 @@ def start_ray(launcher: Any) -> None:
     except Exception as error:  # Ray has no specific class for a failed start
         detail = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
         raise RayNotStarted(
-            f"hydra/launcher=ray: Ray did not start ({detail}); run fewer other programs, or mend "
+            f"hydra/launcher=ray: Ray did not start ({detail}); run fewer other programs, or fix "
             f"hydra.launcher.ray.init.* or the installation ({install(RAY)})"
         ) from error
     signal.signal(signal.SIGTERM, terminated)  # Ray's handler would abort this process
@@ -166,15 +166,15 @@ def end_workers(earlier: Collection[psutil.Process]) -> None:
             if not any("resource_tracker" in argument for argument in worker.cmdline()):
                 worker.send_signal(signal.SIGINT)
                 workers.append(worker)
-    _, alive = psutil.wait_procs(workers, timeout=ENDING_S)
+    _, alive = psutil.wait_procs(workers, timeout=KILL_AFTER_S)
     for worker in alive:
         with suppress(psutil.NoSuchProcess):
             worker.kill()
 
 
 def _end_ray() -> None:
-    """Stop the command's Ray instance, or leave the Ray cluster, after the jobs' last lines have been printed."""
+    """Stop the command's Ray instance, or leave the Ray cluster, after a wait for the jobs' last lines."""
     ray: Any = sys.modules.get(RAY)
     if ray is not None and ray.is_initialized():
-        time.sleep(LAST_LINES_S)
+        time.sleep(OUTPUT_WAIT_S)
         ray.shutdown()

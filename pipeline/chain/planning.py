@@ -177,7 +177,7 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         attempt=identity.gates.attempt,
     )
     altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
-    problem = altered or _other_use(config, model, files, evidence)
+    problem = altered or _find_mismatch(config, model, files, evidence)
     if problem is not None or report is None:
         return replace(judged, problem=problem)
     try:
@@ -199,7 +199,7 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
     )
 
 
-def _other_use(config: Config, model: KVShape, files: dict[str, str], evidence: Evidence) -> str | None:
+def _find_mismatch(config: Config, model: KVShape, files: dict[str, str], evidence: Evidence) -> str | None:
     """Return how the judged engine differs from the requested use, or None if it does not."""
     identity, report = evidence.identity, evidence.report
     if report is None:
@@ -251,7 +251,7 @@ def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:
         for entry in report.measured:
             if entry.origin == "uniform":
                 continue
-            size = f"{entry.bytes_per_token} bytes a token"
+            size = f"{entry.bytes_per_token} bytes per token"
             comment = f"Found by stage=tune: {size}, mean KL {entry.kl:.1e} on the texts that chose it."
             (new / "kv" / f"{entry.policy.name}.yaml").write_text(policy_yaml(entry.policy, comment), encoding="utf-8")
         shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)

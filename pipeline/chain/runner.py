@@ -39,7 +39,7 @@ from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
 
 
-def holding(config: Config) -> AbstractContextManager[None]:
+def unprunable(config: Config) -> AbstractContextManager[None]:
     """Prevent stage=prune from removing artifacts that a command uses while the block runs."""
     if config.facts.work != "used":
         return nullcontext()
@@ -58,7 +58,7 @@ def run(planned: Plan, sweep: str) -> int:
     config, sweeping = planned.jobs[0], planned.sweeping
     command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
     jobs = JobRunner(sweep, planned.names, planned.arguments or (), command, sweeping, planned.launcher != BASIC)
-    with holding(config):  # held between the jobs of a sweep too
+    with unprunable(config):  # held between the jobs of a sweep too
         code, step = 0, None
         try:
             if sweeping:
@@ -82,7 +82,7 @@ def run(planned: Plan, sweep: str) -> int:
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnd:
     """End of a sweep's job."""
 
     code: int = 0
@@ -114,7 +114,7 @@ def _sweep(planned: Plan, jobs: "JobRunner") -> tuple[int, NextStep | None]:
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Runs the jobs of a command. A launcher calls it for a job, perhaps on a machine of its own."""
+    """Runs the jobs of a command. A launcher calls it for each job, perhaps on another machine."""
 
     sweep: str
     names: tuple[str, ...]
@@ -127,7 +127,7 @@ class JobRunner:
     concurrent: bool = True
     """Whether a launcher runs the jobs."""
 
-    def __call__(self, composed: DictConfig) -> Ended:
+    def __call__(self, composed: DictConfig) -> JobEnd:
         """Run the job of a composed configuration."""
         reserve_stdout()
         redact_output()
@@ -151,7 +151,7 @@ class JobRunner:
         code, label = 0, self.names[number]
         console.begin(self.place(number, config), config.model.path if config.facts.makes or config.facts.plans else None)
         try:
-            with holding(config), required_libraries():
+            with unprunable(config), required_libraries():
                 self.begin(config)  # not before, because a launcher may refuse its keys
                 run = Run(config, self.sweep, label, self.arguments)
                 actions.ACTIONS[config.stage](run)
@@ -165,17 +165,17 @@ class JobRunner:
                 with warn_on_error("the end of the job is not recorded"):  # a failure here must not replace the job's error
                     summary.finish(config.work, self.sweep, code, number + 1)
 
-    def attempt(self, number: int, config: Config) -> Ended:
+    def attempt(self, number: int, config: Config) -> JobEnd:
         """Run a job of a sweep, print its error, and return how it ended."""
         try:
             self.run(number, config)
         except Exception as error:
             console.ended_by(error)
             step = next_steps.after_error(config, error, self.arguments, sweep=self.sweeping)
-            return Ended(exit_code(error), redact_text(describe(error)), step)
+            return JobEnd(exit_code(error), redact_text(describe(error)), step)
         finally:
             console.end()
-        return Ended()
+        return JobEnd()
 
 
 def _promote_passing(run: Run) -> None:

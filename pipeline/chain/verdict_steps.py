@@ -59,9 +59,9 @@ class VerdictSteps:
             self.note_length(self._encoded)
         answers = artifacts[answers_input(1)] = self.round(FP16_POLICY, 1)
         if answers.exists:
-            from stages.evaluate.decoding.stored import read_round, require_able
+            from stages.evaluate.decoding.stored import read_round, refuse_weak
 
-            require_able(self._in_round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
+            refuse_weak(self._in_round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
         artifacts["baseline_once"] = self.once(FP16_POLICY, answers)
         artifacts["engine"] = self.chain.bundle(policy)
         candidate = artifacts[round_input(1)] = self.round(policy, 1, answers)

@@ -54,7 +54,7 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
     return f"{'python' if same else shlex.quote(str(running))} -m pipeline {arguments}".rstrip()
 
 
-def standing(config: Config, stage: str, *changes: str) -> str:
+def stage_command(config: Config, stage: str, *changes: str) -> str:
     """Return the command of a stage that works on earlier results."""
     return command_line(carried(config), f"stage={stage}", *changes)
 
@@ -165,7 +165,7 @@ def after_judging(
         )
     if any(candidate.verdict == "PASS" for candidate in candidates):
         if config.tracking.enabled:
-            return NextStep("make the best that passed the champion", promotion_command(config))
+            return NextStep("promote the best candidate that passed", promotion_command(config))
         untracked = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
         return NextStep(why, command_line(untracked, "stage=evaluate", sweep=sweep))
@@ -190,7 +190,7 @@ def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep:
         why, changes = f"judge it on what it can do ({', '.join(able)})", [f"workloads.samples.{name}=0" for name in weak]
     else:
         why = (
-            "ask questions that this model answers: workloads=chat calibration=chat, or your own, one JSON object a line, as "
+            "ask questions that this model answers: workloads=chat calibration=chat, or your own, a JSON object per line, as "
             "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, word the references as the model "
             "does, or use check mention (docs/questions.md#my-questions)"
         )
@@ -234,7 +234,7 @@ def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str
     ladder = load_policies("kv", config.backend.finer)
     finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > largest and policy.name not in names), None)
     if finer is None:
-        return NextStep("no finer uniform policy is left: search formats by layer and side", standing(config, "tune"))
+        return NextStep("no finer uniform policy is left: search formats by layer and side", stage_command(config, "tune"))
     still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
     # The attempts so far were attempts of another candidate.
     attempt = ["gates.attempt=1"] if config.gates.attempt > 1 else []

@@ -150,7 +150,7 @@ def prune(config: Config) -> None:
     _print(plan, applied=applied)
     if plan.removable and not applied:
         keep = f"prune.keep_sweeps={config.prune.keep_sweeps}"
-        command = next_steps.standing(config, "prune", keep, "prune.apply=true")
+        command = next_steps.stage_command(config, "prune", keep, "prune.apply=true")
         next_steps.NextStep("remove it", command).show()
 
 

@@ -143,7 +143,7 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
             parsed, problems = _parse(overrides, places, parser)
         try:
             with _explained(overrides):
-                planned = _planned(parsed, multirun, parser)
+                planned = _plan_jobs(parsed, multirun, parser)
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -206,8 +206,8 @@ def _parse(overrides: Sequence[str], places: list[str], parser: OverridesParser)
     return [*parser.parse_overrides(places), *sound], [problem for _, problem in checked if problem is not None]
 
 
-def _planned(overrides: list[Override], multirun: bool, parser: OverridesParser) -> Plan:
-    plain, composed = _suited([str(o.input_line) for o in overrides if not o.is_sweep_override()])
+def _plan_jobs(overrides: list[Override], multirun: bool, parser: OverridesParser) -> Plan:
+    plain, composed = _compose_suited([str(o.input_line) for o in overrides if not o.is_sweep_override()])
     launcher = str(composed.hydra.runtime.choices[LAUNCHER])
     if any(o.key_or_group == SEARCHPATH for o in overrides):
         check_installed(launcher)
@@ -253,7 +253,7 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
         raise UserError(f"{short(where, 200)} cannot be read ({detail}); correct it") from error
 
 
-def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
+def _compose_suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model."""
     composed = _composed(overrides)
     groups = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
@@ -278,7 +278,7 @@ def _configs(jobs: Iterable[list[str]], swept: dict[str, Any]) -> tuple[list[Con
     configs, suited, problems = [], [], list[str]()
     for overrides in jobs:
         try:
-            whole, composed = _suited(overrides)
+            whole, composed = _compose_suited(overrides)
             if _swept(composed.hydra) != swept:
                 raise UserError(f"experiment={composed.hydra.runtime.choices.experiment}: is a sweep itself; give it alone")
             configs.append(to_config(composed))

@@ -121,7 +121,7 @@ PREVIOUS = "-previous"
 
 def _is_no_other_alias(name: str) -> str:
     if name.endswith(PREVIOUS):
-        raise ValueError(f"must not end with {PREVIOUS}, which routes call their way back")
+        raise ValueError(f"must not end with {PREVIOUS}, which marks previous engines")
     return name
 
 

@@ -9,7 +9,7 @@ class StageFacts:
     """Properties of a stage."""
 
     makes: Literal["exports", "bundle", "tuned", "report"] | None = None
-    """Last artifact that it makes of a checkpoint."""
+    """Last artifact made from a checkpoint."""
     plans: bool = False
     """Whether it plans memory for every policy at once."""
     tracked: bool = False

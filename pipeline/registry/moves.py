@@ -1,7 +1,7 @@
 """Moves of the aliases that servers read: `champion` with `previous`, and `route-CLASS` with `route-CLASS-previous`.
 
 A command decides on its first read of the registry. If an alias was moved meanwhile, the command moves nothing. Tags are
-written first and the serving alias after its way back, so that a killed command can be repeated or undone.
+written first, a new previous alias before the serving one, so that a killed command can be repeated or undone.
 
 MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
 work directory (with a server), but no other hosts.
@@ -52,7 +52,7 @@ def previous_alias(alias: str) -> str:
 
 
 def route_of(model: RegisteredModel, alias: str) -> Route:
-    """Return the versions of a serving alias. A killed move may leave the same version at both aliases: it is no way back."""
+    """Return the versions of a serving alias. If a killed move left both aliases at one version, there is no previous one."""
     now, previous = model.aliases.get(alias), model.aliases.get(previous_alias(alias))
     return Route(now, previous if previous != now else None)
 

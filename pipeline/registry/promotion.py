@@ -38,7 +38,7 @@ ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 """Tags of a version: author and time of the moves of the champion alias to the version or away."""
 
 
-def mover(environ: Mapping[str, str] = os.environ) -> str:
+def author(environ: Mapping[str, str] = os.environ) -> str:
     """Return the author of a move of an alias: the address of the CI run (GitHub, GitLab or Jenkins), or user and host."""
     github = [environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
     run = "{}/{}/actions/runs/{}".format(*github) if all(github) else environ.get("CI_JOB_URL") or environ.get("BUILD_URL")
@@ -181,7 +181,7 @@ class Engines:
         before = route_of(self.model, CHAMPION)
         if before.now == best.version:
             return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
-        tags = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: before.now or "none"}
+        tags = {PROMOTED_BY: author(), PROMOTED_AT: _now(), PROMOTED_OVER: before.now or "none"}
         record = partial(self.registry.set_tags, best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
         make_moves(self.registry, [Move(CHAMPION, before, before.moved_to(best.version), record)])
         since = rolled_back.get(best.report.digest)
@@ -245,7 +245,7 @@ class Engines:
             self.find(version).verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"stage=rollback: {version} cannot become the champion again: {error}") from error
-        tags = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None, ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()}
+        tags = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None, ROLLED_BACK_BY: author(), ROLLED_BACK_AT: _now()}
         make_moves(self.registry, [Move(CHAMPION, before, after, partial(self.registry.set_tags, bad, tags), back=True)])
         message = f"{version.name} (version {version.number}) is the champion again, version {bad} is not"
         return PromotionMove(version.name, message)

@@ -22,9 +22,9 @@ from plugins.kv_attention.variants import (
     Setting,
     Variant,
     append_variant,
+    context_reduce_variant,
     context_variant,
     decode_variant,
-    join_variant,
     partial_dtype,
     plan_variant,
     reduce_variant,
@@ -38,7 +38,7 @@ KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "decode_partial": (decode_partial, decode_variant),
     "decode_reduce": (decode_reduce, reduce_variant),
     "context_partial": (context_partial, context_variant),
-    "context_reduce": (context_reduce, join_variant),
+    "context_reduce": (context_reduce, context_reduce_variant),
     "append": (append, append_variant),
 }
 """Operation -> its kernel, and the function that returns the kernel's variant for a setting."""

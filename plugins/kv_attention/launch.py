@@ -25,10 +25,10 @@ from plugins.kv_attention.variants import (
     Variant,
     append_variant,
     context_blocks,
+    context_reduce_variant,
     context_splits,
     context_variant,
     decode_variant,
-    join_variant,
     partial_dtype,
     plan_grid,
     plan_variant,
@@ -342,6 +342,6 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
     """Run context_reduce: join the splits of context_partials to the attention's output (X, Hq, D) in `dtype`."""
     tokens, q_heads, parts, dim = partial_acc.shape
     out = partial_acc.new_empty((tokens, q_heads, dim), dtype=dtype)
-    variant = join_variant(replace(make_setting(layout, out), splits=parts - 1))
+    variant = context_reduce_variant(replace(make_setting(layout, out), splits=parts - 1))
     run(context_reduce, (tokens * q_heads,), variant, partial_acc, partial_ml, parts, out)
     return out

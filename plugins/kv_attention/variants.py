@@ -139,7 +139,7 @@ def decode_variant(setting: Setting) -> Variant:
     # nvfp4, whose scales are multiplied into the codes, a chunk has as many channels as one word of four scales covers.
     chunk = min(width, 64 if value.layer_scale else dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
-    parts = _query_parts(layout.key, setting.dtype, sm)
+    parts = _query_terms(layout.key, setting.dtype, sm)
     size = columns * dim * parts
     tile, warps = _tile_and_warps(layout, size, sm)
     stages = STAGES if size < 8192 else 1
@@ -251,7 +251,7 @@ def _scale_kind(side: SideLayout, dynamic: str) -> str:
     return kinds[side.granularity]
 
 
-def _query_parts(key: SideLayout, query_dtype: str, sm: int | None) -> int:
+def _query_terms(key: SideLayout, query_dtype: str, sm: int | None) -> int:
     """Return the number of terms of a query whose type is that of decoded keys, such that no bits of the query are lost."""
     if key.dtype == "bf16" and sm is None:
         return 1
@@ -343,7 +343,7 @@ def context_splits(splits: int) -> int:
     return splits + 1
 
 
-def join_variant(setting: Setting) -> Variant:
+def context_reduce_variant(setting: Setting) -> Variant:
     """Return the variant of context_reduce."""
     block = 1 << (context_splits(setting.splits) - 1).bit_length()
     constants = {"D": setting.layout.head_dim, "BLOCK": block, "ROUND": setting.rounds_bfloat16}

@@ -60,7 +60,7 @@ class CheckpointInfo:
     shape: KVShape
     q_heads: int
     vocab_size: int
-    mlp_columns: object
+    intermediate_size: object
     """intermediate_size of config.json, unchecked, since only engines on several GPUs need it."""
     max_positions: int
     """Maximum sequence length of the model's rotary embedding in tokens."""
@@ -156,7 +156,7 @@ def describe_checkpoint(
         shape=shape,
         q_heads=q_heads,
         vocab_size=vocab_size,
-        mlp_columns=config.get("intermediate_size"),
+        intermediate_size=config.get("intermediate_size"),
         max_positions=rope.positions(integer(path, config, "max_position_embeddings")),
         rope_scaling=rope.scaling,
         features=tuple(key for key in family.features if config.get(key, True) is not None),

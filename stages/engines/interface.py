@@ -296,7 +296,7 @@ class SupportsFullPool(Protocol):
 @runtime_checkable
 class SupportsStored(Protocol):
     def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return a sequence's copies in the pages, by layer. Buffers of exact tokens are not included."""
+        """Return the codes and scales in a sequence's pages, by layer, without buffers of exact tokens."""
         ...
 
 

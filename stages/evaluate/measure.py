@@ -135,7 +135,7 @@ def _comparison(
 def _conformance(
     engine: Engine, comparison: Comparison | None, config: WorkloadsConfig, progress: Progress
 ) -> EngineConformance | None:
-    """Return the result of the comparison. Without one, a quick check gets an empty result, which no gate passes, else None."""
+    """Return the result of the comparison. Without one: None, or for a quick check an empty result, which no gate passes."""
     if comparison is None:
         return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_quick_check else None
     comparison.decode_missing()  # requests whose results an interrupted call had saved
@@ -144,7 +144,7 @@ def _conformance(
 
 
 UNLIKELY = 0.1
-"""Probability below which the baseline would phrase the answer in other words than the reference."""
+"""Probability of a reference below which the baseline's own right answer may be scored instead."""
 
 
 def score_own_answers(

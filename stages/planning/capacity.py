@@ -232,7 +232,7 @@ def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat
     budget = Budget(gpu=int(use.gpu_gib * GIB), weights=weight_bytes, reserve=int(use.reserve_gib * GIB))
     if budget.cache <= 0:
         raise UserError(
-            f"capacity.gpu_gib={use.gpu_gib:g}: weights of {weight_bytes / GIB:.2f} GiB a GPU and capacity.reserve_gib="
+            f"capacity.gpu_gib={use.gpu_gib:g}: weights of {weight_bytes / GIB:.2f} GiB/GPU and capacity.reserve_gib="
             f"{use.reserve_gib:g} leave nothing for the cache; give more memory, a larger capacity.tensor_parallel, or smaller "
             "weights="
         )
@@ -259,7 +259,7 @@ def measure_capacity(
     for label, policy in policies:
         try:
             if model.latent is not None and not _fits_latent(policy, model.kv.head_dim):
-                raise UserError(f"its latent vectors of {model.latent} numbers (MLA) take one format, without scales a token")
+                raise UserError(f"its latent vectors of {model.latent} numbers (MLA) take one format and no scales per token")
             policy.check_shape(model.kv)
         except UserError as error:
             unfit[label] = str(error)

@@ -34,7 +34,7 @@ CHARACTERS = 4
 """Characters per token of text."""
 TEMPLATE_TOKENS = 8
 """Tokens of a chat template per message."""
-OWN_WORDS = 0.3
+RESCORED_SHARE = 0.3
 """Share of the questions that are scored a second time, on the baseline's own right answer instead of the reference."""
 
 
@@ -125,7 +125,7 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     """Return the approximate work of a verdict on one policy and its baseline, by the samples of each round."""
     asked = [questions(samples) for samples in rounds]
     first, longest = asked[0], max(question.prompt + question.answer for group in asked for question in group)
-    both = [_ask(group, config.batch_size) * (2 + OWN_WORDS) for group in asked]
+    both = [_ask(group, config.batch_size) * (2 + RESCORED_SHARE) for group in asked]
     noise = _choose(first, config.noise_samples)
     once = 2 * (_ask(noise, 2) + _load(config))
     once += _ask(sorted(first, key=lambda question: question.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)

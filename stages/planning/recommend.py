@@ -164,22 +164,22 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     of_engine = [item for item in reversed(counting) if item.engine_digest == counting[-1].engine_digest]
     failed = next((item for item in of_engine if item.status == "FAIL"), None)
     if failed is not None:
-        return failed, f"FAIL: {_first(failed)}"
+        return failed, f"FAIL: {_first_reason(failed)}"
     passes = [item for item in of_engine if item.status == "PASS"]
     if not passes:
         last = of_engine[0]
         if last.attempt == MAX_ATTEMPTS:
-            return last, f"INCONCLUSIVE: {_first(last)}; gates.attempt={last.attempt} was the last attempt"
+            return last, f"INCONCLUSIVE: {_first_reason(last)}; gates.attempt={last.attempt} was the last attempt"
         short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
         more = [f"workloads.samples.{name}={count}" for name, count in short.items()]
         again = " ".join([*more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
-        return last, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}"
+        return last, f"INCONCLUSIVE: {_first_reason(last)}; judge it again with {again}"
     best = min(passes, key=lambda item: bool(_find_gaps(item, use)))
     missing = _find_gaps(best, use)
     return best, f"PASS, but {'; '.join(missing)}" if missing else None
 
 
-def _first(evidence: Judged) -> str:
+def _first_reason(evidence: Judged) -> str:
     return evidence.reasons[0] if evidence.reasons else "no reason was given"
 
 

@@ -45,7 +45,7 @@ SEARCH, CHECK = "search", "check"
 """Sets of texts: one for measuring each place alone, and one for measuring whole policies."""
 
 
-def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> dict[str, list[Text]]:
+def split_texts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> dict[str, list[Text]]:
     """Return the texts of SEARCH and CHECK.
 
     They share no document, because a search may overfit the texts that it measured each place on.

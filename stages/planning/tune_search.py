@@ -18,7 +18,7 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import Progress, finite
 from stages.engines.reference.model import shape_for
 from stages.evaluate.distances.distance import Array
-from stages.planning.tune_measure import CHECK, SEARCH, Bench, parts
+from stages.planning.tune_measure import CHECK, SEARCH, Bench, split_texts
 from stages.planning.tune_records import (
     TUNE_FILE,
     MeasuredPolicy,
@@ -126,7 +126,7 @@ def tune(
     """Search for the smallest policies within KL budgets, and write the result to `tune.json`."""
     torch.set_num_threads(threads)
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
-    texts, shape = parts(checkpoint, config, jsonl, seed), shape_for(model, FP16_POLICY)
+    texts, shape = split_texts(checkpoint, config, jsonl, seed), shape_for(model, FP16_POLICY)
     bench = Bench(model, texts, lambda policy: mixed_scales(policy, shape, uniform), out)
     policies = [policy for policy, _ in uniform]
     tuner = Tuner(bench, shape, policies, progress)

@@ -111,7 +111,7 @@ def export_quantized(served: Path, out: Path, policy: KVPolicy) -> Reasons:
     reasons = {"tensorrt_llm": f"weights in the form of {info.quantized.title}", "unified_hf": reason}
     if reason:
         return reasons
-    copy_checkpoint(info, out, but=("config.json", MODELOPT_FILE))
+    copy_checkpoint(info, out, skip=("config.json", MODELOPT_FILE))
     declared = read_config(served)["quantization_config"]
     cache = {"kv_cache_quant_algo": algorithm(policy.key), "exclude_modules": declared.get("ignore") or []}
     content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": declared["quant_algo"], **cache}}

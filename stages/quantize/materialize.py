@@ -23,15 +23,15 @@ from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales, SideScales
 
 
-def copy_checkpoint(info: CheckpointInfo, out: Path, but: Collection[str] = ()) -> None:
+def copy_checkpoint(info: CheckpointInfo, out: Path, skip: Collection[str] = ()) -> None:
     """Copy the checkpoint's known files byte for byte to the new directory `out`, without other files (pickles, code).
 
     Weights are copied into the store once and linked within it: a copy per KV policy would fill the disk, and a hard link to
-    the user's file would change if that file were overwritten in place. `but` names files that the caller writes itself; they
+    the user's file would change if that file were overwritten in place. `skip` names files that the caller writes itself; they
     must not be copied, because a copy may be a link.
     """
     out.mkdir(parents=True)
-    link_or_copy_all([name for name in (*info.other_files, *info.weight_files) if name not in but], info.path, out)
+    link_or_copy_all([name for name in (*info.other_files, *info.weight_files) if name not in skip], info.path, out)
 
 
 def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, torch.Tensor]) -> None:
@@ -45,7 +45,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
         RuntimeError: A quantized weight is missing from the source, or exceeds float16.
     """
     widened = source_dtype(info) is torch.bfloat16
-    copy_checkpoint(info, out, but=(*info.weight_files, INDEX, *(["config.json"] if widened else [])))
+    copy_checkpoint(info, out, skip=(*info.weight_files, INDEX, *(["config.json"] if widened else [])))
     missing = set(weights)
     total_bytes = 0
     for name in info.weight_files:
@@ -114,7 +114,7 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
     the inputs of quantized layers to INT8, config.json lists these layers so that the reference engine rounds them, too.
     """
     assert info.quantized is not None
-    copy_checkpoint(info, out, but=("config.json", INDEX, MODELOPT_FILE, *info.weight_files))
+    copy_checkpoint(info, out, skip=("config.json", INDEX, MODELOPT_FILE, *info.weight_files))
     config = {key: value for key, value in read_config(info.path).items() if key not in ("quantization_config", "torch_dtype")}
     config["dtype"] = "float32"
     places = tensor_files(info)
@@ -151,7 +151,7 @@ def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
     places = tensor_files(info)
     remaining = {name: file for name, file in places.items() if not CACHE_SCALE.fullmatch(name)}
     rewritten = {places[name] for name in places.keys() - remaining.keys()}
-    copy_checkpoint(info, out, but=rewritten | {INDEX} if rewritten else ())
+    copy_checkpoint(info, out, skip=rewritten | {INDEX} if rewritten else ())
     for file in rewritten:
         tensors = {name: read_tensor(info, places, name) for name, place in remaining.items() if place == file}
         save_file(tensors, out / file, metadata={"format": "pt"})

@@ -1,7 +1,7 @@
 """The steps of the quantize stage: quantize the weights, measure the cache's extremes, compute a policy's scales.
 
 Only the last step depends on the policy, so a model is quantized and measured once for all compared caches. ModelOpt uses
-215 MB, so only the functions that need it import it.
+215 MB of memory, so functions import it when needed.
 """
 
 import json

@@ -61,7 +61,7 @@ def failing_runner() -> ModuleType:
         raise SystemExit(99)
 
     runner = ModuleType("pipeline.chain.runner")
-    vars(runner).update(run=fail, holding=fail)
+    vars(runner).update(run=fail, unprunable=fail)
     return runner
 
 

@@ -98,7 +98,7 @@ class Fed:
     pieces: Sequence[tuple[int, bool]]
 
     @property
-    def shown(self) -> list[int]:
+    def rows(self) -> list[int]:
         """Positions whose logits an engine returns: the last token of a prefilled piece, and every decoded token."""
         ends = list(accumulate(count for count, _ in self.pieces))
         return [

@@ -222,9 +222,7 @@ class TorchEngine(ChunkedEngine):
         views = [ConcatenatedViews(row, lengths) for row in zip(*parts, strict=True)]
         with disturb_layers(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
-        scored = [
-            [place - begin for place in fed.shown if place >= begin] for fed, begin in zip(sequences, begins, strict=True)
-        ]
+        scored = [[place - begin for place in fed.rows if place >= begin] for fed, begin in zip(sequences, begins, strict=True)]
         logits = [
             [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), scored, strict=True)]
             for row in hidden

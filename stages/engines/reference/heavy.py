@@ -95,7 +95,7 @@ class HeavyCache:
 
     @property
     def ranks(self) -> Tensor:
-        """Numbers (H, n) of the kept tokens. Between the sinks and the window, those with the largest are kept."""
+        """Weights (H, n): between the sinks and the window, the tokens with the largest are kept."""
         return self.weights
 
     def _select(self, index: Tensor) -> "HeavyCache":

@@ -53,7 +53,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Replay:
-    """Logits and stored vectors of one replayed sequence; rows as in `Fed.shown`."""
+    """Logits and stored vectors of one replayed sequence; rows as in `Fed.rows`."""
 
     logits: Logits
     """Logits (rows, V) over the engine's cache."""

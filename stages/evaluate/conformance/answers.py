@@ -13,14 +13,14 @@ from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.free import contradiction
 
 Answer = tuple[ForcedSequence, list[int]]
-"""A sequence whose prompt was answered, and the answer's tokens with the stop token that ended it."""
+"""(sequence with the prompt, tokens of its answer including the stop token)."""
 
 
 class AnswerChecks:
-    """The answers of one scenario that are not checked yet, and the messages about wrong answers."""
+    """Collects the answers of a scenario, checks them, and reports wrong answers."""
 
     def __init__(self, comparer: Comparer, failures: list[str]) -> None:
-        """Start without answers. Messages are appended to `failures`."""
+        """Start without answers. `failures`: list that receives the messages."""
         self.comparer, self.engine, self.failures = comparer, comparer.engine, failures
         self.answers: list[Answer] = []
 
@@ -30,7 +30,7 @@ class AnswerChecks:
         """Check an answer's length, and keep the answer for the other checks.
 
         `longer` is an answer to the same prompt without stop tokens, or empty. The token that follows in it ended this answer.
-        If it has other tokens, because a rounding differed, the stop token is unknown; without it, the last one is assumed.
+        If it has other tokens, because a rounding differed, the stop token is unknown; if empty, the last one is assumed.
         """
         follows = [token for token in longer[len(answer) :][:1] if token in stops]
         ended = len(answer) < limit and bool(stops)
@@ -45,7 +45,7 @@ class AnswerChecks:
             self.answers.append((sequence, [*answer, *stopped]))
 
     def check_forced(self) -> list[Answer]:
-        """Check the answers that the engine was also forced to decode, over its own logits; return the other answers."""
+        """Check the answers that the engine was also forced to decode, by its own logits. Return the other answers."""
         answers, self.answers = self.answers, []
         if self.comparer.reference.assumed_rounding is None:
             return []
@@ -59,10 +59,14 @@ class AnswerChecks:
         return unforced
 
     def check(self, answers: Sequence[Answer], force: Callable[[ForcedSequence], None], advance: Callable[[int], None]) -> None:
-        """Check up to rounding that all tokens of answers are the most likely, over the reference engine's own codes.
+        """Check that every token is the most likely on the reference engine, up to rounding.
 
-        A single flipped code may change an answer. Answers that look wrong are therefore forced on the engine by `force`.
-        `advance` is called with numbers of replayed tokens.
+        The reference engine uses its own codes, and a single flipped code may change an answer. An answer that looks wrong is
+        therefore checked again by the engine's own logits.
+
+        Args:
+            force: Decodes a sequence on the engine and records its logits.
+            advance: Called with the number of replayed tokens.
         """
         answers = list(_longest(answers))
         feds = [
@@ -80,7 +84,7 @@ class AnswerChecks:
                 self._check_likelier(sequence, np.stack(forced.logits), answer)
 
     def _check_likelier(self, sequence: ForcedSequence, logits: np.ndarray, answer: list[int]) -> None:
-        """Report the first token of an answer that the engine's own logits (rows, V) contradict."""
+        """Report the first token that the engine's own logits (rows, V) contradict."""
         contradicted = contradiction(self.engine, logits, answer)
         if contradicted is not None:
             place, distance = contradicted
@@ -91,7 +95,7 @@ class AnswerChecks:
 
 
 def _longest(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """Yield the answers except those that a longer answer to the same prompt begins with."""
+    """Yield the answers, except beginnings of longer answers to the same prompt."""
     longest = defaultdict[tuple[int, ...], list[list[int]]](list)
     for sequence, answer in sorted(answers, key=lambda pair: -len(pair[1])):
         same_prompt = longest[tuple(sequence.prompt)]

@@ -1,7 +1,7 @@
 """Compares an engine's sequences with replays on the reference engine. Conformance and the stress test share these rules.
 
-If the engine shows its stored codes, the reference engine replays a sequence over these codes
-(`stages.engines.reference.replay`), otherwise over its own codes.
+The reference engine replays a sequence over the codes that the engine stored (`stages.engines.reference.replay`), or over its
+own codes if the engine does not expose its cache.
 
 Legend: R = rows of logits.
 """
@@ -18,7 +18,7 @@ from stages.core.records import finite, or_infinite
 from stages.engines.interface import Engine, SupportsStored, SupportsStoredRequest
 from stages.engines.reference.replay import Errors, Replay
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.conformance.sequence import ForcedSequence, common
+from stages.evaluate.conformance.sequence import ForcedSequence, count_equal_first
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.spec import E4M3
@@ -35,10 +35,10 @@ from stages.verdict.conformance import (
 )
 
 NOTICED = 8.0
-"""Distance in roundings above which a token's logits count as wrong in a deviating sequence. Sound engines stay below."""
+"""Distance in roundings above which a token's logits count as wrong when a deviation is located. Sound engines stay below."""
 
 FAR = 1e6
-"""Error by layer that stands for stored vectors that are not finite."""
+"""Error of a layer with stored vectors that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Comparer:
 
     @property
     def frees_pages(self) -> bool:
-        """Whether live sequences free pages (eviction or window). Such pages must be observed before."""
+        """Whether live sequences free pages (eviction or window). Their codes must be recorded before that."""
         return self.engine.policy.window is not None or self.engine.policy.latest_tokens(self.engine.shape) is not None
 
     def frees_next(self, sequence: ForcedSequence) -> bool:
@@ -72,26 +72,27 @@ class Comparer:
         return self.frees_pages and (len(sequence.tokens) + 1) % PAGE_TOKENS == 0
 
     def observe(self, sequence: ForcedSequence, handle: int) -> None:
-        """Record the copies of a live sequence, if the engine shows them."""
+        """Record the stored codes of a live sequence, if the engine exposes them."""
         if isinstance(self.engine, SupportsStored):
             sequence.observe(self.engine.stored(handle))
 
     def observe_request(self, sequence: ForcedSequence, number: int) -> None:
-        """Record the copies of request `number` of the last `forced_together`, if the engine shows them."""
+        """Record the stored codes of a request of the last `forced_together`, if exposed."""
         if isinstance(self.engine, SupportsStoredRequest):
             sequence.observe(self.engine.stored_request(number))
 
     def replay(self, sequences: Sequence[ForcedSequence], *, disturbed: bool = True) -> list[tuple[Replay, str]]:
-        """Replay sequences together; compute tokens and copies that a fork shares with its origin only once.
+        """Replay sequences together. Tokens that a fork shares with its origin are computed once.
 
-        Also return the problem of each sequence's copies; such copies are not replayed.
+        Returns:
+            (replay, problem) per sequence. If the stored codes have a problem (see `problem`), they are not used.
         """
         problems, chunk = [self.problem(sequence) for sequence in sequences], self.engine.prefill_chunk
         caches = [[] if problem else sequence.layers for sequence, problem in zip(sequences, problems, strict=True)]
         feds = [sequence.fed for sequence in sequences]
         origins = [(0, 0)] * len(sequences)
         for number, sequence in enumerate([] if any(problems) else sequences):
-            alike = [common(sequence.tokens, other.tokens) for other in sequences[:number]]
+            alike = [count_equal_first(sequence.tokens, other.tokens) for other in sequences[:number]]
             for i in sorted(filter(alike.__getitem__, range(number)), key=lambda i: -alike[i]):
                 if count := sequence.shared_tokens(sequences[i], chunk):
                     origins[number] = i, count
@@ -106,8 +107,8 @@ class Comparer:
         kl_disturbed = kl_of_logits(replay.logits, replay.disturbed) if replay.measured else np.zeros_like(kl)
         if self.reference.measures_rounding and any(replay.errors):
             by_layer = _means(replay.errors, "engine")
-            # Rounding may disturb more than the 16-bit engine's error shows: if it swaps a block's two largest numbers, the
-            # sign of a q4_0 scale changes, and with it all codes of the block.
+            # A rounding may change more than the 16-bit engine's error shows: if it swaps the two largest numbers of a q4_0
+            # block, the sign of the block's scale and all of its codes change.
             rounding = tuple(map(max, self.reference.layer_errors, _means(replay.errors, "disturbed")))
 
         def distance(kl_R: Array, part: str, stored_by_layer: tuple[float, ...]) -> Distance:
@@ -133,7 +134,7 @@ class Comparer:
         return ComparedSequence(record, kl, replay.errors)
 
     def problem(self, sequence: ForcedSequence) -> str:
-        """Return why the copies cannot belong to the policy; empty if they can, or if the engine does not show them."""
+        """Return how the stored codes contradict the policy; "" if they do not, or if the engine does not expose them."""
         policy, shape, tokens = self.engine.policy, self.engine.shape, len(sequence.tokens)
         for number, layer in enumerate(sequence.layers):
             for side, form in policy.sides(number).items():
@@ -158,9 +159,9 @@ class Comparer:
     def first_deviation(self, sequence: ForcedSequence, compared: ComparedSequence) -> Deviation:
         """Locate the first position at which a sequence deviates, and the faulty operation.
 
-        The replay uses the engine's own cache, so errors do not spread between tokens. Wrong codes show at their own position
-        and change no logits. A wrong read changes the logits of its own step, and the vectors that higher layers store for its
-        token.
+        The replay uses the engine's own codes, so an error does not spread to later tokens. A wrong code differs at its own
+        position and changes no logits. A wrong read changes the logits of its step, and the vectors that higher layers store
+        for its token.
         """
         positions = sequence.positions
         rows = [positions[row] for row in self._wrong_rows(compared)]
@@ -211,8 +212,8 @@ def _means(errors: Sequence[dict[Side, Errors]], part: str) -> tuple[float, ...]
 def _stored_limits(record: ComparedRequest, layers: int) -> list[float]:
     """Return the error by layer above which a stored vector counts as wrong.
 
-    It is the limit of the layer if a layer exceeds its own limit, else the limit of single vectors, or the limit of the mean if
-    only the mean exceeds its limit.
+    If a layer exceeds its own limit, these are the limits of the layers. Otherwise it is the limit of single vectors, or the
+    limit of the mean if only the mean exceeds its limit.
     """
     engine, rounding, times = record.engine, record.rounding, record.layers_times_allowed
     if any(part > 1 for part in times):

@@ -11,7 +11,7 @@ import numpy as np
 
 from stages.core.records import Progress, no_progress
 from stages.evaluate.conformance.comparer import Comparer
-from stages.evaluate.conformance.explanation import explained
+from stages.evaluate.conformance.explanation import find_explanation
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.batches import DecodeStep
 from stages.evaluate.decoding.decode import decode, shares
@@ -20,7 +20,7 @@ from stages.verdict.conformance import ComparedRequest, Deviation, EngineConform
 
 
 class Comparison:
-    """Compares chosen requests of a forced decode with the reference engine, when their last token is decoded."""
+    """Compares chosen requests of a forced decode with the reference engine, each once its last token is decoded."""
 
     def __init__(
         self,
@@ -77,17 +77,17 @@ class Comparison:
                 self.take(event)
 
     def result(self) -> EngineConformance:
-        """Return the result; if the engine deviates, it includes details about the worst request."""
+        """Return the result, with the location and explanation of the worst deviation."""
         return EngineConformance(
             policy=self.comparer.engine.policy.name,
             requests=[self.records[i] for i in sorted(self.records)],
             deviation=self.deviation,
             limit=self.comparer.reference.limit,
-            explanation=None if self._worst is None else explained(self.comparer, self._worst),
+            explanation=None if self._worst is None else find_explanation(self.comparer, self._worst),
         )
 
     def _prefilled(self, item: EncodedSample) -> ForcedSequence:
-        """Return the sequence of a sample after its prefill. The prompt's last token is decoded."""
+        """Return the sequence after its prefill, which excludes the prompt's last token."""
         shared = item.shared if shares(self.comparer.engine, self.batch_size) else 0
         pieces = [(piece, False) for piece in (shared, len(item.prompt) - 1 - shared) if piece]
         return ForcedSequence(item.sample.id, list(item.prompt), tokens=list(item.prompt[:-1]), pieces=pieces)
@@ -105,7 +105,7 @@ class Comparison:
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
     """Return the indices of `count` samples per workload, evenly spread from the shortest to the longest.
 
-    If `count` is 1, the first workload contributes its shortest sample, the last its longest, and the others lengths between.
+    If `count` is 1, the first workload contributes its shortest sample, the last its longest, the others samples in between.
     """
     workloads: dict[str, list[int]] = {}
     for i, item in enumerate(encoded):

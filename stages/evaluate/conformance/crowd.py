@@ -1,10 +1,10 @@
 """Isolation test: a crowd of requests in a continuously refilled batch must not read data that other requests wrote.
 
 Two of three requests are watched, the others are unrelated. The order is random. The crowd runs twice. In the second run, the
-watched requests are the same in the same places, and the unrelated ones have the same lengths but different tokens. No watched
-logit may change: any change, even a small one, must come from a page, row or buffer of another request, live or ended. In the
-second run, sleeping sequences hold a page each, so that page numbers of the crowd exceed one byte, and the pages of the largest
-batch. If the engine is not deterministic, the first run is repeated unchanged, and its differences define the allowed change.
+watched requests are the same, in the same order, and the unrelated requests have the same lengths but different tokens. No
+watched logit may change: even a small change must come from a page, row or buffer of another request, live or released. In
+the second run, idle sequences hold one page each, so that the crowd's page numbers exceed 255 and the pages of the largest
+batch. If watched logits change, the first run is repeated unchanged, to measure the noise of a nondeterministic engine.
 """
 
 from collections import deque
@@ -24,15 +24,15 @@ from stages.policies.policy import PAGE_TOKENS, page_count
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
 """(minimum prompt tokens, maximum prompt tokens, mean answer tokens) of short requests."""
 LONG = ((130, 190), (370, 430), (220, 300))
-"""(minimum, maximum) prompt tokens of long requests, a fifth of all. Each has more than two pages, which others reuse later."""
+"""(minimum, maximum) prompt tokens of long requests, a fifth of all. They free more than two pages, which others reuse."""
 LONG_STEPS = 24
 """Answer tokens of long requests: enough for several long requests to be live at any time."""
 ASLEEP_PAGES = 256
-"""Minimum number of sleeping and batched sequences together; the pages of a full batch of the longest sequences, if more."""
+"""Minimum pages that idle and batched sequences hold together; a full batch of the longest sequences may need more."""
 ASLEEP_BYTES = 64 << 20
-"""Maximum bytes of these pages. If pages are larger, fewer sequences sleep; none if not even ASLEEP_PAGES fit."""
+"""Maximum bytes of these pages. Fewer sequences are idle if pages are large; none is if ASLEEP_PAGES do not fit."""
 WATCHED_LOGITS = 512
-"""Approximate number of logits kept per row. A sample suffices, because reading a wrong page changes all logits."""
+"""Approximate number of stored logits per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0
 """Allowed change by unrelated requests, as a multiple of the change in an unchanged repetition."""
 
@@ -47,7 +47,7 @@ MIN_POOL_REQUESTS, POOL_REQUESTS, POOL_STEPS = 5, 8, (8, 18)
 """Minimum and usual number of requests in the full pool; minimum and maximum tokens per request that are decoded across a page
 boundary."""
 
-Marks = npt.NDArray[np.float32]
+LogitSample = npt.NDArray[np.float32]
 
 
 def crowd(test: StressTest) -> None:
@@ -62,8 +62,7 @@ def crowd(test: StressTest) -> None:
         return
     largest = max((float(np.abs(marks).max()) for marks in first), default=0.0)
     repeated = _difference(first, _serve(test, kinds, 1))
-    # Noise affects most tokens. If the repetition differs in only a few tokens, its differences are rare events, not noise,
-    # and need not occur at the same positions.
+    # Noise changes most tokens. If the repetition differs in only a few tokens, these are rare faults instead of noise.
     noise = float(repeated.max()) if np.median(repeated) > 0 else 0.0
     allowed = NOISE * max(noise, test.engine.logit_step * largest)
     influenced = ~(changed <= allowed)
@@ -75,9 +74,9 @@ def crowd(test: StressTest) -> None:
 
 
 def wear(test: StressTest) -> None:
-    """Repeat short requests many times. Their logits must not change, nor the process grow.
+    """Repeat short requests many times. Neither may their logits change nor the process grow.
 
-    Two pairs of requests take turns, so that a page holds other tokens than before. One of a pair crosses a page border.
+    Two pairs of requests alternate, so that a page holds other tokens than before. One request per pair crosses a page border.
     """
     count = max(MIN_REPETITIONS, test.scaled(2 * test.config.requests))
     if isinstance(test.engine, SupportsRequests) or test.max_tokens < 2 * PAGE_TOKENS:
@@ -85,13 +84,13 @@ def wear(test: StressTest) -> None:
     lengths = test.randint(PAGE_TOKENS - WEAR_STEPS + 1, PAGE_TOKENS - 1), test.randint(2, 9)
     name = f"one of {count} equal requests"
     pairs = [[test.sequence(name, length, WEAR_STEPS) for length in lengths[: test.largest]] for _ in range(2)]
-    first, changed, resident = list[list[Marks]](), list[float](), list[int]()
+    first, changed, resident = list[list[LogitSample]](), list[float](), list[int]()
     for number in range(count):
         again = [ForcedSequence(name, one.prompt, list(one.ahead), watched=number < 2) for one in pairs[number % 2]]
         test.prefill(*again)
         test.decode(*again, steps=WEAR_STEPS)
         test.release(*again)
-        marks = [mark for sequence in again for mark in _marks(sequence)]
+        marks = [mark for sequence in again for mark in _sample_logits(sequence)]
         first += [marks] * (number < 2)
         changed += _difference(first[number % 2], marks).tolist()
         if STATM.exists() and 4 * (number + 1) // count > len(resident):
@@ -163,22 +162,22 @@ def _arrivals(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int)
     """Yield the requests in order of arrival, with equal lengths in all runs. Unrelated requests have no name."""
     order, tokens = np.random.default_rng([test.seed, 0]), np.random.default_rng([test.seed, unrelated])
     long = len(kinds) - len(LONG)
-    for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # not periodic: rare faults may be
+    for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # random: a fault may be periodic
         kind = kinds[int(order.integers(long, len(kinds)) if is_long else order.integers(long))]
-        parts = order.integers(4) == 0
+        same_prompt = order.integers(4) == 0
         if order.integers(3):
             yield ForcedSequence(kind.name, kind.prompt, list(kind.ahead))
             continue
         drawn: list[int] = tokens.integers(0, test.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
-        prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # some begin like a watched request
+        prompt = kind.prompt if same_prompt else drawn[: len(kind.prompt)]  # some begin like a watched request
         yield ForcedSequence("", prompt, drawn[len(kind.prompt) :], watched=False)
 
 
-def _serve(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int, *, compared: bool = False) -> list[Marks]:
+def _serve(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int, *, compared: bool = False) -> list[LogitSample]:
     """Serve the crowd; return some logits per watched token, in order."""
     waiting = deque(_arrivals(test, kinds, unrelated))
     places = np.random.default_rng([test.seed, 0, 1])
-    marks: list[Marks] = []
+    marks: list[LogitSample] = []
     live: list[ForcedSequence] = []
     while waiting or live:
         arrived = [waiting.popleft() for _ in range(min(test.largest - len(live), len(waiting)))]
@@ -197,16 +196,16 @@ def _serve(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int, *,
             leaving = [sequence for sequence in live if not sequence.ahead]
             live = [sequence for sequence in live if sequence.ahead]
             test.release(*leaving)
-        marks += [mark for sequence in leaving if sequence.name for mark in _marks(sequence)]
+        marks += [mark for sequence in leaving if sequence.name for mark in _sample_logits(sequence)]
         test.compare(PASS_TOKENS)
     return marks
 
 
-def _marks(sequence: ForcedSequence) -> list[Marks]:
+def _sample_logits(sequence: ForcedSequence) -> list[LogitSample]:
     return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in sequence.logits]
 
 
-def _difference(one: Sequence[Marks], other: Sequence[Marks]) -> npt.NDArray[np.float64]:
+def _difference(one: Sequence[LogitSample], other: Sequence[LogitSample]) -> npt.NDArray[np.float64]:
     """Return the largest absolute difference of logits by token; a NaN in a single run counts as infinite."""
     differences = [
         0.0 if np.array_equal(a, b, equal_nan=True) else float(np.nan_to_num(np.abs(a - b), nan=np.inf).max())

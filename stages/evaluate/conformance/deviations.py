@@ -1,7 +1,7 @@
 """Decides which sequences of the stress test deviate from the reference engine.
 
-The rules are those of conformance with one difference: the minimum size of a rounding is taken from the whole run, because
-short sequences of random tokens may show too small a rounding by chance.
+The rules of conformance apply, with one difference: a rounding has a minimum size that comes from the whole run, because a
+short sequence of random tokens may show too small a rounding by chance.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ import numpy as np
 
 from stages.core.records import or_infinite
 from stages.evaluate.conformance.comparer import ComparedSequence, Comparer
-from stages.evaluate.conformance.sequence import ForcedSequence, common
+from stages.evaluate.conformance.sequence import ForcedSequence, count_equal_first
 from stages.evaluate.distances.distance import Array
 from stages.verdict.conformance import Distance
 
@@ -21,14 +21,14 @@ PASS_TOKENS = 4096
 """Maximum tokens per pass of the reference engine; a longer sequence gets its own pass."""
 
 ONE_IN = 4
-"""A rounding is measured on every ONE_IN-th sequence of the first scenario, unless logits are judged by medians."""
+"""In the first scenario, the rounding is measured on every fourth sequence, unless logits are judged by medians."""
 
 MANY_ROWS = 16
-"""Minimum rows for a meaningful median in 16 bits. By rounding alone, a row of random tokens may differ 100 times more."""
+"""Minimum rows of a median in 16 bits, because rounding alone may change a single row of random tokens 100 times more."""
 
 WORST_SHARE = 1 / 8
-"""Lower limit of a rounding's KL, as a fraction of the rounding's KL in the run's worst sequence.
-It is needed because sound engines have shown 65 times the KL of a rounding."""
+"""Minimum KL of a rounding, as a fraction of its KL in the run's most sensitive sequence. Without it, sound engines have shown
+65 times the KL of a rounding."""
 
 UNUSUAL = 30.0
 """Maximum mean KL of a sequence as a multiple of the median sequence's mean KL, if no rounding is known."""
@@ -36,7 +36,7 @@ UNUSUAL_KL = 0.02
 """Median KL in nats that is always allowed if no rounding is known."""
 FLIPPED_KL = 0.05
 """Mean KL in nats of a single sequence that is always allowed if no rounding is known. With heavy hitters, one flipped code may
-change which tokens are kept from then on: a sound sequence of 206 tokens had a mean of 0.0215."""
+change which tokens are evicted later: a sound sequence of 206 tokens had a mean of 0.0215."""
 
 
 class HasTokens(Protocol):
@@ -50,13 +50,13 @@ S = TypeVar("S", bound=HasTokens)
 
 
 class Deviations:
-    """The compared sequences of a stress test, and the messages about those that deviate."""
+    """Compares the sequences of a stress test, and reports the sequences that deviate."""
 
     def __init__(self, comparer: Comparer) -> None:
         reference = comparer.reference
         self.comparer = comparer
         self.by_median = reference.measures_rounding or reference.assumed_rounding is None
-        """Whether logits are judged by medians over sequences: a single flipped code outweighs all roundings."""
+        """Whether logits are judged by medians, because a flipped code outweighs all roundings."""
         self.kl_means: list[float] = []
         """Mean KL of every sequence."""
         self.kl: dict[str, list[Array]] = defaultdict(list)
@@ -69,13 +69,14 @@ class Deviations:
         """Sequences above their limit. The final limit may be higher."""
 
     def compare(self, sequences: Sequence[ForcedSequence], done: Callable[[int], None] = lambda _: None) -> None:
-        """Compare sequences, and drop their logits and copies. Equal sequences with equal codes share a replay.
+        """Compare sequences, then drop their logits and codes. Equal sequences with equal codes share a replay.
 
-        `done` is called with the number of tokens after each compared sequence.
+        Measuring a rounding doubles the cost of a replay. It is measured only for some of the first sequences of the run, for
+        sequences that exceed the limits of the known roundings, and for all sequences once one is suspect. All others would
+        also be within the limits of their own rounding.
 
-        Measuring a rounding doubles the cost of a replay. So it is measured only for some of the first sequences of the run,
-        for sequences that exceed the limits of the known roundings, and for all sequences once one is suspect. All other
-        sequences would also be within the limits of their own rounding.
+        Args:
+            done: Called with the number of tokens of each compared sequence.
         """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:
@@ -95,7 +96,10 @@ class Deviations:
         *,
         disturbed: bool,
     ) -> list[ForcedSequence]:
-        """Replay sequences and compare all sequences `alike`; return the sequences whose rounding must be measured."""
+        """Replay the `chosen` sequences, and compare with each replay the sequences that are alike.
+
+        Returns the chosen sequences whose rounding must still be measured.
+        """
         unclear = []
         for group in passes(chosen, shared=True):
             for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):
@@ -131,7 +135,7 @@ class Deviations:
             return record.model_copy(update={"engine": without_kl}).times_allowed(limit)
         if not (record.problem or self.by_median or any(compared.errors)):
             return or_infinite(record.engine.kl_mean) / max(FLIPPED_KL, UNUSUAL * usual_kl)
-        # A few sequences are sensitive to rounding: attention depends on a single number, or hidden exact tokens are rounded.
+        # A few sequences are very sensitive to rounding, for example if their attention depends on a single number.
         mean, largest = (WORST_SHARE * worst for worst in self.worst)
         least = {"kl_mean": max(or_infinite(own.kl_mean), mean), "kl_max": max(or_infinite(own.kl_max), largest)}
         return record.model_copy(update={"rounding": own.model_copy(update=least)}).times_allowed(limit)
@@ -162,7 +166,7 @@ def passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S]]:
     total = 0
     for sequence in sequences:
         group = groups[-1] if groups and shared else []
-        equal = max((common(sequence.tokens, other.tokens) for other in group), default=0)
+        equal = max((count_equal_first(sequence.tokens, other.tokens) for other in group), default=0)
         total += len(sequence.tokens) - equal
         if not groups or total > PASS_TOKENS:
             groups.append([])
@@ -172,10 +176,9 @@ def passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S]]:
 
 
 def far_medians(kl: Mapping[str, Sequence[Array]], allowed: float) -> Iterator[str]:
-    """Yield messages about sequence names whose median KL from the reference engine exceeds `allowed`.
+    """Yield a message for every sequence name whose median KL from the reference engine exceeds `allowed`.
 
-    `kl` has the KL by row in nats, by the sequences' name: "scenario: kind of sequence". Kinds with few rows are pooled per
-    scenario.
+    `kl`: sequence name, "scenario: kind of sequence", -> KL by row in nats. Kinds with few rows are pooled per scenario.
     """
     pooled: dict[str, list[Array]] = defaultdict(list)
     for name, rows in kl.items():

@@ -1,8 +1,8 @@
 """The reference engine: `TorchEngine` under an engine's policy, scales and weights, with its sensitivity to rounding.
 
-A number halfway between two codes may get either code, depending on earlier rounding errors. With a coarse cache, a few such
-flips change the logits more than some faults do. The reference engine therefore computes logits twice: exactly, and with
-activations that are disturbed by a rounding error. A sound engine may differ by the distance between the two results.
+A number halfway between two codes may get either code, depending on earlier rounding errors. With a coarse cache, a few flipped
+codes change the logits more than some faults do. The reference engine therefore computes logits twice: exactly, and with
+activations that are disturbed by a rounding error. The distance between the two results is the unit of the allowed distance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from stages.policies.policy import Side
 from stages.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 
 MIN_MEASURED = 1 / 16
-"""Lower limit of a measured rounding as a fraction of the assumed rounding, because a few samples may agree by chance."""
+"""Minimum of a measured rounding as a fraction of the assumed rounding, because a few samples may agree by chance."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class ReferenceEngine:
             return self.measured_rounding
         if self.assumed_rounding is not None:
             return self.assumed_rounding
-        # A query that gets a neighbouring code moves its token less than float16.
+        # A query code that changes by one step changes its token less than a float16 rounding does.
         return ROUNDING["float16" if self.engine.rounds_queries else "float32"]
 
     def with_limits_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
-        """Return the reference engine with limits that allow a candidate the distances of its baseline.
+        """Return this reference engine with the limits for a candidate, which depend on the baseline's distances.
 
-        `baseline`: None for the limits of the baseline itself.
+        `baseline`: conformance of the baseline; None to compare the baseline itself.
         """
         requests = [] if baseline is None else baseline.requests
         if not self.measures_rounding:

@@ -1,4 +1,4 @@
-"""Explains a deviating engine by a mistake that engines are known to make.
+"""Explains the deviation of an engine by a known mistake.
 
 A faulty reference is a reference engine with one such mistake in writing or reading its cache. If a deviating engine is much
 closer to a faulty reference than to the reference engine, it probably makes the same mistake.
@@ -54,11 +54,11 @@ def _scaled_one(storage: Storage) -> Storage:
     return storage if static is None else Storage(storage.form, Static(torch.ones_like(static.scale), static.zero))
 
 
-def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
-    """Return the known mistake that explains a deviating engine; None if no mistake does.
+def find_explanation(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
+    """Return the known mistake that explains a deviating engine; None if none does.
 
-    A mistake explains the engine if the engine conforms to the reference with this mistake, or is at least CLOSER to it, by the
-    figures of conformance. If the engine's codes have the policy's formats, references with other formats are excluded.
+    A mistake explains the engine if the engine conforms to the faulty reference with it, or is CLOSER times nearer to that than
+    to the reference engine. If the engine's codes have the policy's formats, faulty references with other formats are excluded.
     """
     reference = comparer.reference.engine
     quantized = any(sequence.layers) and not comparer.problem(sequence)
@@ -68,7 +68,7 @@ def explained(comparer: Comparer, sequence: ForcedSequence) -> Explanation | Non
     for what, faulty in faulty_references(reference):
         if quantized and faulty.policy.formats != reference.policy.formats:
             continue
-        # With a mistake, an engine may be more sensitive to rounding, so the rounding of the reference engine counts.
+        # The rounding of the reference engine counts, because a faulty reference may be more sensitive to rounding.
         record = _compared(comparer, sequence, faulty).model_copy(update={"rounding": own.rounding})
         times = record.times_allowed(comparer.reference.limit)
         if math.isfinite(times) and times <= limit:

@@ -1,7 +1,7 @@
 """The operations of the stress test.
 
-The engine runs first. The stored codes of a sequence are recorded before the engine frees them. At the end of a scenario, the
-reference engine replays its sequences together over these codes.
+The engine runs first, and the codes of a sequence are recorded before the engine frees them. At the end of a scenario, the
+reference engine replays all its sequences together over the recorded codes.
 """
 
 import math
@@ -26,15 +26,15 @@ BEGINNING = 4
 """Number of first tokens that group sequences with a common beginning."""
 
 COMMON = 1 / 4
-"""Share of a batch's rows that decode the same token, as happens when users type the same words."""
+"""Share of a batch's rows that decode the same token, like requests with equal words."""
 
 LONG_ANSWER = 3 * PAGE_TOKENS
 """Minimum decoded tokens after which `finish` extends a sequence by a turn."""
 TURN = 4
-"""Maximum tokens of the turn, and exact number of tokens that are decoded after it."""
+"""Maximum tokens of the turn; number of tokens decoded after it."""
 
 RESTING_TURN = 5
-"""Maximum tokens of a turn of a sequence that rests."""
+"""Maximum tokens in a turn of a resting sequence."""
 
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class StressTest:
     scenario: str = ""
     """Name of the running scenario."""
     failures: list[str] = field(default_factory=list)
-    """Messages about contradictions, refused scenarios, and influence between requests."""
+    """Messages about wrong answers, refused scenarios, and influence between requests."""
     counts: Counts = field(default_factory=Counts)
     computed: int = 0
     """Tokens that the engine was fed or generated, and tokens that the reference engine replayed."""
@@ -153,7 +153,7 @@ class StressTest:
         return items[self.randint(0, len(items) - 1)]
 
     def sequence(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> ForcedSequence:
-        """Return a sequence. `prompt`: tokens, or a number of random tokens. `steps`: number of random tokens to decode."""
+        """Return a new sequence. `prompt`: tokens, or a number of random tokens; `steps`: number of random tokens to decode."""
         tokens = self.text(prompt) if isinstance(prompt, int) else list(prompt)
         return ForcedSequence(role, tokens, self.draw(steps))
 
@@ -212,7 +212,7 @@ class StressTest:
         self._observe(observed)
 
     def wake(self) -> None:
-        """Extend the first resting sequence by a short turn, if the engine can, and decode the other, in any order."""
+        """Extend the first resting sequence by a short turn, if the engine can, and decode the other; in random order."""
         for place in self.rng.permutation(len(self.resting)):
             sequence = self.resting[place]
             if place == 0 and isinstance(self.engine, SupportsExtend):
@@ -240,8 +240,8 @@ class StressTest:
     ) -> list[list[int]]:
         """Generate and return free answers. Their tokens are checked at the end of the scenario.
 
-        `known`: longer answers to the same prompts, generated without stop tokens. They show which stop token ends an answer;
-        without them, the last of `stops` is assumed.
+        `known`: longer answers to the same prompts, generated without stop tokens. They show which stop token ends an answer.
+        If they are missing, the last of `stops` is assumed.
         """
         at_once = at_once or self.largest
         answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
@@ -280,7 +280,7 @@ class StressTest:
             self.finish(sequences)
 
     def finish(self, sequences: Sequence[ForcedSequence]) -> None:
-        """Decode sequences together. A sequence leaves the batch when it ends, a long answer after a further turn."""
+        """Decode sequences together until all have ended. Long answers first get another turn."""
         running = list(sequences)
         while running:
             if len(running) == self.largest:
@@ -312,7 +312,7 @@ class StressTest:
             )
 
     def _serve_requests(self, sequences: Sequence[ForcedSequence]) -> None:
-        """Implement `serve` for an engine that serves whole requests. The sequences are prefilled already."""
+        """Serve sequences that are prefilled already on an engine of whole requests."""
         assert isinstance(self.engine, SupportsRequests)
         self.engine.release([sequence.handle for sequence in sequences])
         answers = self.engine.forced_together(

@@ -1,7 +1,6 @@
 """The scenarios of the stress test: a function per scenario, and the table of all scenarios.
 
-Tokens are random, with the seed of the run. Lengths and orders are random, too, unless a boundary of a page, tile or policy
-determines them.
+Tokens, lengths and orders are random, with the seed of the run, unless a boundary of a page, tile or policy determines them.
 """
 
 from collections.abc import Callable
@@ -20,26 +19,26 @@ STEPS = 4
 """Default number of decode steps of a sequence."""
 
 CLAIMED_STEPS = 12
-"""Maximum number of tokens in the free answer to a prompt of the claimed length."""
+"""Maximum tokens of the free answer to a prompt as long as the longest sample."""
 
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
 
 KEPT_CHUNKS = 8
-"""Maximum number of chunks in a kept prefix."""
+"""Maximum number of chunks in a cached prefix."""
 HITS = 9
-"""Number of drawn prompts that reuse a part of a kept prefix."""
+"""Number of random prompts that reuse a part of a cached prefix."""
 FLOODS = 3
-"""Number of unrelated prompts of the maximum length that may evict a kept prefix."""
+"""Number of unrelated prompts of the maximum length that may evict a cached prefix."""
 
 ONE_PAGE = 6
 """Number of prompts in the same call that share the first page."""
 PROMPTS = 8
-"""Number of prompts without a common beginning whose free answers are asked in several calls."""
+"""Number of prompts without a common beginning, answered in several calls."""
 CALLS = 5
-"""Number of these calls."""
+"""Number of calls that repeat prompts."""
 ANSWER = 18
-"""Maximum tokens of their answers."""
+"""Maximum tokens of one answer."""
 CONTINUATIONS = 8
 """Number of prompts that continue a prompt and its answer."""
 
@@ -64,11 +63,11 @@ class Scenario:
 
 
 def batch(test: StressTest) -> None:
-    """Decode a ragged batch of the largest size, with free answers first and forced decode second.
+    """Decode a ragged batch of the largest size: first free answers, then forced decode.
 
-    Two rows have the claimed length. Rows end successively, so that the batch has many sizes; the rows with the most decode
-    steps end last. The last two rows decode their own free answers. Their prompts have two pages or more, because answers to
-    short random prompts repeat one token.
+    Two rows have the claimed length. Rows end one after another, so that the batch has many sizes; the rows with the most
+    decode steps end last. The last two rows decode their own free answers. Their prompts have at least two pages, because
+    answers to short random prompts repeat one token.
     """
     sequences = ragged(test)
     count = test.scaled(test.largest // 2) + 1
@@ -155,7 +154,7 @@ def equal(test: StressTest) -> None:
 
 
 def evicted_fork(test: StressTest) -> None:
-    """Evict a page from the origin of a fork, start a new sequence, and decode the branch, which still reads the page."""
+    """Evict a page from the origin of a fork, start a new sequence, and decode the fork, which still reads the page."""
     policy, shape = test.engine.policy, test.engine.shape
     first = next((n for n in range(PAGE_TOKENS, test.max_tokens - 16) if policy.evicted_pages(n, shape)), None)
     if first is None or test.largest < 3:
@@ -172,7 +171,7 @@ def evicted_fork(test: StressTest) -> None:
 
 
 def prefix(test: StressTest) -> None:
-    """Run prompts with equal prefixes in succession, on an engine that keeps prefixes for later prompts."""
+    """Run prompts with equal prefixes one after another, on an engine with prefix caching."""
     chunk = test.engine.prefill_chunk
     if not test.engine.keeps_prefixes or chunk + PAGE_TOKENS > test.max_tokens:
         return
@@ -184,7 +183,7 @@ def prefix(test: StressTest) -> None:
 
 
 def _whole_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
-    """Run prompts one by one that share whole chunks of a beginning, or that differ from it in one token or one chunk."""
+    """Run prompts that share full chunks of a beginning, or differ from the beginning in one token or one chunk."""
     count = len(beginning) // chunk
     alike = [
         (f"prompt {number} with one beginning", [*beginning[: kept * chunk], *test.draw(more)])
@@ -216,7 +215,7 @@ def _whole_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
 
 
 def _drawn_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
-    """Run prompts in small batches that reuse drawn parts of a beginning, with turns and forks."""
+    """Run small batches of prompts that reuse random parts of a beginning."""
     count, together = len(beginning) // chunk, min(3, test.largest)
     for number in range(0, HITS, together):
         rests = (1, chunk - 1, chunk, chunk + 1, test.randint(2, chunk), test.randint(2, 2 * chunk))
@@ -269,7 +268,7 @@ def shared(test: StressTest) -> None:
     test.prefill(origin)
     rows: list[ForcedSequence] = []
     for number in range(count):
-        # Every second row is a fork of the second row before it.
+        # Every second row is forked from the row two places before.
         rows.append(test.fork(rows[-2] if number > 1 and number % 2 else origin, f"row {number} on one prefix", 4 * STEPS))
         rows[-1].ahead[1] = again
         if number >= CONTINUED:

@@ -1,4 +1,4 @@
-"""A sequence that an engine was fed, with its logits and its copies in the engine's cache."""
+"""A sequence that an engine was fed, with its logits and copies of its codes in the engine's cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ class ForcedSequence:
     places: list[tuple[int, int] | None] = field(default_factory=list)
     """(row in the batch, batch size) of each row; None if unknown."""
     layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
-    """Copies in the engine's cache by layer; empty if the engine does not show them."""
+    """Copies of the codes in the engine's cache, by layer; empty if the engine does not expose them."""
 
     @property
     def decoded(self) -> int:
@@ -46,7 +46,7 @@ class ForcedSequence:
     @property
     def positions(self) -> list[int]:
         """Position of each row."""
-        return self.fed.shown[-len(self.places) :]
+        return self.fed.rows[-len(self.places) :]
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
@@ -65,11 +65,11 @@ class ForcedSequence:
         return digest.digest()
 
     def shared_tokens(self, origin: "ForcedSequence", chunk: int) -> int:
-        """Return the number of first tokens that the sequence shares with `origin`, fed alike and with equal copies.
+        """Return how many first tokens the sequence shares with `origin`: equal, fed equally, and with equal codes.
 
-        It ends before the sequence's first row of logits, at a chunk of a prefill or a decoded token.
+        The shared part ends before the sequence's first row of logits, after a full prefill chunk or a decoded token.
         """
-        most = common(self.tokens[: self.positions[0]], origin.tokens)
+        most = count_equal_first(self.tokens[: self.positions[0]], origin.tokens)
         shared = 0
         for (count, decoded), (other, other_decoded) in zip(self.pieces, origin.pieces, strict=False):
             equal = min(count, other, most - shared) if decoded == other_decoded else 0
@@ -80,7 +80,7 @@ class ForcedSequence:
         return shared if shared and self.digest(shared) == origin.digest(shared) else 0
 
     def feed(self, tokens: Sequence[int], logits_V: Logits, place: tuple[int, int] | None, *, decoded: bool) -> None:
-        """Append tokens and the logits of the last of them."""
+        """Append tokens, and the logits after the last token."""
         self.tokens += tokens
         if decoded and self.pieces and self.pieces[-1][1]:
             self.pieces[-1] = (self.pieces[-1][0] + len(tokens), True)
@@ -97,15 +97,15 @@ class ForcedSequence:
         )
 
     def observe(self, shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
-        """Record the copies that the engine holds now. Tokens whose page was freed since keep their earlier record."""
+        """Record the codes that the engine stores now. Freed tokens keep their earlier record."""
         held = self.layers or [{} for _ in shown]
         self.layers = [
-            before | {side: _after(before.get(side, copy), copy) for side, copy in layer.items()}
+            before | {side: _with_lost_tokens(before.get(side, copy), copy) for side, copy in layer.items()}
             for before, layer in zip(held, shown, strict=True)
         ]
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def count_equal_first(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of equal first tokens."""
     equal, most = 0, min(len(one), len(other))
     while equal < most:  # halves the range: comparing slices is faster than comparing tokens
@@ -117,10 +117,10 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return equal
 
 
-def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
-    """Return `copy`, with the tokens that it has lost restored from the earlier copy `before`.
+def _with_lost_tokens(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
+    """Return `copy`, with its evicted tokens restored from the earlier copy `before`.
 
-    Tokens that came and went between the two copies, in a turn longer than the window, count as evicted.
+    Tokens that were stored and evicted between the two copies, in a turn longer than the window, count as evicted.
     """
     # A window loses its first tokens. An evicting cache loses tokens after its sinks, and shows them as zeros.
     start, stop = copy.evicted[0] if copy.evicted else (0, copy.first - before.first)

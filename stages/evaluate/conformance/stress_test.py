@@ -48,9 +48,8 @@ def run_stress_test(
         batch_size: Batch size of the evaluation. The test's largest batch is at least this large.
         claimed: Tokens of the longest sample. Several rows of the largest batch have this length.
         progress: Called with the number of computed tokens, and their approximate total.
-        baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None if
-            unknown.
-        asked: Tokens of the user's own questions, which limit the size of the test; None for the whole test.
+        baseline: Conformance of the 16-bit engine, whose distances a candidate may also have; None if unknown.
+        asked: Tokens of the user's own questions, which limit the size of the test; None to run the whole test.
         texts: Prompts of the questions, parts of which get free answers; random tokens without them.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)

@@ -1,7 +1,7 @@
 """A random walk over all operations of an engine, on sequences of all lengths.
 
 Many faults need a combination, for example a turn of a fork after an eviction. The walk draws operations, lengths and order
-from the seed of the run. Lengths come from decks, so that short walks have all residues modulo 16 and 64, too.
+from the seed of the run. Lengths are drawn so that even a short walk has all residues modulo 16 and 64.
 """
 
 import itertools
@@ -14,19 +14,19 @@ from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.policies.policy import PAGE_TOKENS
 
 TILES = (144, 176, 208, 240, 320, 384, 448, 512)
-"""Prompt lengths in tokens. Every multiple of 16 up to 256 divides one of them, as do 320, 384, 448 and 512."""
+"""Prompt lengths in tokens. Every multiple of 16 up to 256, and 320, 384, 448 and 512, divides at least one length."""
 
 TURN_TILES = (120, 112)
-"""Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides one of them."""
+"""Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides at least one length."""
 
 JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES, WAKES = 11, 24, 22, 12, 5, 10, 3
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` forks a row."""
 EQUAL_TURN = 20
-"""Maximum tokens of the turns of equal length that siblings begin with."""
+"""Maximum tokens of the turns of equal length with which sibling forks begin."""
 LAST_STEPS = 4
-"""Number of decode steps that remain for every sequence at the end of the walk."""
+"""Decode steps for which every sequence keeps room until the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
 LATE = ((130, 600), (600, 900))
 """Minimum and maximum lengths of long prompts that join a running batch, in whole pages and up to two thirds of the largest
@@ -67,12 +67,12 @@ class Walk:
     """The live sequences of a random walk, and its operations."""
 
     def __init__(self, test: StressTest, long: list[ForcedSequence]) -> None:
-        """Start a conversation that stays to the end, and most of the long prompts, in one call."""
+        """Start a conversation that lives to the end of the walk, and most of the long prompts, in one call."""
         self.test, self.rng = test, test.rng
         policy, most = test.engine.policy, test.max_tokens
         window = most if policy.window is None else policy.window.tokens
         self.longest_turn = max(test.engine.prefill_chunk, min(window, policy.latest_tokens(test.engine.shape) or most))
-        """Maximum tokens of a turn: all of its tokens are still in the cache when they are recorded."""
+        """Maximum tokens of a turn, so that the cache still has all of them when codes are recorded."""
         self.short = self._lengths(PAGE_TOKENS, min(3 * PAGE_TOKENS, most // 2))
         self.turns = itertools.chain(TURN_TILES, self._lengths(16, min(self.longest_turn, most // 4)))
         self.borders = iter(BORDERS * RUNS)
@@ -83,7 +83,7 @@ class Walk:
         self.last: list[ForcedSequence] = []
         """Live rows of the last decode step, in its order."""
         self.beginnings: list[list[int]] = []
-        """Prompts of all sequences that were started, which later prompts may begin like."""
+        """Prompts of all started sequences. Later prompts may begin like them."""
         self.rows: list[ForcedSequence] = []
         """Live rows; the conversation is the first."""
         self._start([self.talker, *long[: test.largest - 1]])
@@ -116,9 +116,9 @@ class Walk:
             self.last = rows
 
     def join(self) -> None:
-        """Start prompts in one call, some of them long or with another's beginning.
+        """Start prompts in one call. Some are long, and some begin like another prompt.
 
-        In the next step they come before the rows of the last step.
+        In the next step they precede the rows of the last step.
         """
         joining = list[ForcedSequence]()
         count = self.test.randint(1, PROMPTS_AT_ONCE)
@@ -183,9 +183,9 @@ class Walk:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def alone(self) -> None:
-        """Decode each row in a batch of one, so that rows with equally many pages follow each other.
+        """Decode each row in a batch of one, by rising and then falling length, so that neighbors have equally many pages.
 
-        The lengths first rise and then fall. Half of the rows decode the same token.
+        Half of the rows decode the same token.
         """
         rows, common = sorted(self.rows, key=lambda row: len(row.tokens)), self.test.draw(1)
         for row in [*rows, *rows[::-1]]:
@@ -231,7 +231,7 @@ class Walk:
 
         - A first fork decodes, or has a turn, and ends before the other forks start. If it had a turn, the row gets one, too.
         - The row ends before its forks decode.
-        - The forks begin with turns of equal length, some of them with equal tokens, or with a decode step beside the row.
+        - The forks begin with turns of equal length, some with equal tokens, or with a decode step in one batch with the row.
         """
         row = min(self._pick(), self._pick(), key=lambda row: len(row.tokens))  # forks of short rows cost less
         chain, count = self.rng.random() < 1 / 3, self.test.randint(1, FORKS_AT_ONCE)

@@ -2,7 +2,7 @@
 
 A round's directory contains `round.json` (`Round`), `statistics.safetensors` (`StepStatistics` by sample id, one row per field)
 and `logprobs.safetensors` (see `distances.distance`). The last file has all samples of a baseline, or the repeated samples of a
-candidate. `require_able` refuses workloads whose right answers are improbable under the baseline, because no candidate could
+candidate. `refuse_weak` refuses workloads whose right answers are improbable under the baseline, because no candidate could
 lose them.
 """
 
@@ -98,7 +98,7 @@ class MeasuredOnce(BaseModel):
         return cls.model_validate_json((directory / ONCE).read_text(encoding="utf-8"))
 
 
-def require_able(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
+def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
     """Raise CannotBeJudged if the mean probability of a workload's right answers is below `minimum`.
 
     `measured`: the baseline's first round. The check runs before any candidate does.

@@ -36,7 +36,7 @@ MIN_CAP = 1024
 ROWS_AT_ONCE = 16
 """Rows per block of `kl_of_logits`, which limits its memory: it computes in float64."""
 
-ROUNDING = 1e-15
+MIN_REST_MASS = 1e-15
 """Lower bound of the rest's mass. The mass is a difference of two sums near 1, so smaller values are rounding errors."""
 
 
@@ -90,7 +90,7 @@ class Distributions:
         logits = self.logits_BV[row, tokens].astype(np.float64) - self._peaks[row]
         rest = 0.0
         if len(tokens) < self.logits_BV.shape[1]:
-            rest = max(float(self._totals[row] - self._weights_BV[row, tokens].sum(dtype=np.float64)), ROUNDING)
+            rest = max(float(self._totals[row] - self._weights_BV[row, tokens].sum(dtype=np.float64)), MIN_REST_MASS)
         total = float(np.exp(logits).sum()) + rest
         log_total = float(np.log(total))
         return logits - log_total, rest / total, self._peaks[row] + log_total

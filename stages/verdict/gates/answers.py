@@ -20,7 +20,7 @@ from stages.verdict.thresholds import MARGIN, MAX_SAMPLES, Check, Gate, LineStat
 
 WORST = 2.0
 """Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
-BET, STUDENT = 0.2, 0.1
+BET_SHARE, STUDENT_SHARE = 0.2, 0.1
 """Shares of a PASS's level for the bet and for Student's t. The rest is for documents that are worse than the bet assumes: if
 a few questions are broken and the others are perfect, candidates at the limit pass about five times more often than the bet's
 level (`python -m benchmarks.gates`)."""
@@ -34,8 +34,8 @@ class Recovery(Figure):
     baseline: float
     """Mean probability of the right answers."""
     thresholds: Thresholds
-    bet_share: float = BET
-    student_share: float = STUDENT
+    bet_share: float = BET_SHARE
+    student_share: float = STUDENT_SHARE
 
     @classmethod
     def from_rows(cls, place: str, rows: Sequence[SampleRow], thresholds: Thresholds) -> "Recovery":
@@ -104,7 +104,7 @@ def samples_needed(evidence: GateInput, later: Thresholds, still_open: Collectio
     for figure in figures:
         if not figure.is_weak:
             documents = len(figure.mean.values)
-            more = figure.mean.needed_documents(BET * level, MAX_SAMPLES, STUDENT * level)
+            more = figure.mean.needed_documents(BET_SHARE * level, MAX_SAMPLES, STUDENT_SHARE * level)
             times[figure.where] = max(later.min_samples, documents + (figure.where in still_open), more) / documents
     counts = {figure.where: figure.samples for figure in figures if figure.where != ALL}
     samples = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}

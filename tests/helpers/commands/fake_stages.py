@@ -189,7 +189,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(
         "evaluate.decoding.stored",
         MeasuredOnce=SimpleNamespace(read=lambda _: None),
-        require_able=lambda: None,
+        refuse_weak=lambda: None,
         read_round=lambda directory: json.loads((directory / "round.json").read_text())["policy"],
     )
     fake("evaluate.joining", join=join)

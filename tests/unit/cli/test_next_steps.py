@@ -268,7 +268,7 @@ BASE = [*TYPED, "kv=fp8"]
         ("evaluate", lambda _: after("build", BASE).command),
         ("recommend", lambda _: after("capacity", BASE).command),
         ("verify", lambda config: next_steps.after_promotion(config, Path("an engine")).command),
-        ("prune", lambda config: next_steps.standing(config, "prune", "prune.apply=true")),
+        ("prune", lambda config: next_steps.stage_command(config, "prune", "prune.apply=true")),
         ("promote", lambda config: next_steps.promotion_command(config, "promote.name='fp8 kv.sink_tokens=4'")),
     ],
 )

@@ -12,7 +12,7 @@ from hydra import compose
 from submitit.core.utils import UncompletedJobError
 
 from pipeline.chain import launching, runner
-from pipeline.cli.next_steps import standing
+from pipeline.cli.next_steps import stage_command
 from pipeline.config import overrides
 from pipeline.config.compose import initialized, plan
 from pipeline.registry.summary import Summary, load
@@ -194,7 +194,7 @@ def test_paths_arrive_in_jobs_and_next_commands_as_typed(path: str) -> None:
     assert [attrgetter(key)(job) for key in keys] == [path] * len(keys)
     planned = plan([f"workdir={path}", "kv=fp8,int8"], multirun=True)
     assert [job.workdir for job in planned.jobs] == [path, path]
-    printed = shlex.split(standing(planned.jobs[0], "status"))
+    printed = shlex.split(stage_command(planned.jobs[0], "status"))
     assert plan(printed[printed.index("pipeline") + 1 :], multirun=False).jobs[0].workdir == path
 
 

@@ -101,7 +101,7 @@ def test_a_latent_vector_has_one_format_and_a_copy_per_gpu(tmp_path: Path) -> No
     assert (of(result, "fp16").bytes_per_token, of(result, "fp8").bytes_per_token) == (61 * 576 * 2, 61 * 576)
     assert {"int8", "fp8k_int4v", "int4_g32"} <= result.unfit.keys()
     assert result.notes == ["a token has one latent vector of 576 numbers for all heads (MLA): half of them count as keys"]
-    assert result.unfit["int8"] == "its latent vectors of 576 numbers (MLA) take one format, without scales a token"
+    assert result.unfit["int8"] == "its latent vectors of 576 numbers (MLA) take one format and no scales per token"
 
 
 def test_the_first_line_has_bytes_savings_and_requests(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from helpers.registry.candidates import MemoryRegistry
 
 from pipeline.registry import promotion
-from pipeline.registry.promotion import mover
+from pipeline.registry.promotion import author
 from stages.core.errors import UserError
 
 
@@ -101,13 +101,13 @@ def test_a_killed_route_can_be_repeated_and_rolled_back(registry: Dying) -> None
 
 def test_a_move_says_who_made_it_and_never_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
     github = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b", "GITHUB_RUN_ID": "7"}
-    assert mover(github) == "https://github.com/a/b/actions/runs/7"
-    assert mover({"CI_JOB_URL": "https://u:secret@ci/job/1"}) == "https://***@ci/job/1"
+    assert author(github) == "https://github.com/a/b/actions/runs/7"
+    assert author({"CI_JOB_URL": "https://u:secret@ci/job/1"}) == "https://***@ci/job/1"
     monkeypatch.setattr(promotion, "getuser", lambda: "ana")
-    assert mover({}) == f"ana@{socket.gethostname()}"
+    assert author({}) == f"ana@{socket.gethostname()}"
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found")
 
     monkeypatch.setattr(promotion, "getuser", nameless)
-    assert mover({}) == f"uid {os.getuid()}@{socket.gethostname()}"
+    assert author({}) == f"uid {os.getuid()}@{socket.gethostname()}"

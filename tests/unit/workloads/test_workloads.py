@@ -15,7 +15,7 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import CannotBeJudged
 from stages.core.records import Sample
 from stages.evaluate.decoding.rows import JudgedAnswer
-from stages.evaluate.decoding.stored import Round, require_able
+from stages.evaluate.decoding.stored import Round, refuse_weak
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
@@ -114,7 +114,7 @@ def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     answers = {sample.id: JudgedAnswer("Seven.\x1b" + "so " * 99, correct=sample.id == "q0") for sample in samples}
     measured = Round.model_construct(answers=answers, statistics=dict.fromkeys(answers, steps))
     with pytest.raises(CannotBeJudged) as refusal:
-        require_able(encoded, measured, 0.02)
+        refuse_weak(encoded, measured, 0.02)
     assert str(refusal.value) == (
         "FP16 itself answers 1 of 60 questions of own (mean probability 0.4 %): this workload cannot be judged, and "
         "no candidate was run"
@@ -126,4 +126,4 @@ def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     assert line.startswith('q1 (check "exact"): asked \'...')
     assert "Which number? password=***', expected 'It is 7.', answered 'Seven.?so so" in line
     assert len(line) < 500
-    require_able(encoded, measured, 0.004)
+    refuse_weak(encoded, measured, 0.004)
