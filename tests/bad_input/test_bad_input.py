@@ -16,7 +16,8 @@ from bad_input.forks import Commands
 CASES = [*configuration.CASES, *models.CASES, *work.CASES]
 FIXES = re.compile(
     r"\b(give|given|set|use|choose|must|should|did you mean|remove|save|download|convert|leave|needs?|add|write|run|make|"
-    r"install|is missing|put|free|start|raise|lower|export|copy|correct|change|quote|name|keep|judge|move|take|wait|list)\b"
+    r"install|is missing|put|free|start|raise|lower|export|copy|correct|change|quote|name|keep|judge|move|take|wait|"
+    r"list|shorten)\b"
 )
 """Verbs of suggested fixes."""
 
