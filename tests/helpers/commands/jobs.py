@@ -10,6 +10,7 @@ from pipeline.chain.inputs import check_inputs
 from pipeline.chain.runner import run
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Config
+from pipeline.registry.summary import new_sweep
 from stages.core.errors import GateRefusal
 
 SHORT = (
@@ -29,9 +30,9 @@ def configured(workdir: Path, *overrides: str) -> Config:
     return plan([f"workdir={workdir}", "tracking=none", *overrides], multirun=False).jobs[0]
 
 
-def run_job(config: Config, sweep: str = "20260101-000000-1-a") -> None:
-    """Run the only job of a command; errors are raised."""
-    run(Plan([config], ([],)), sweep)
+def run_job(config: Config, sweep: str = "") -> None:
+    """Run the only job of a command; errors are raised. `sweep`: its id; empty for a new one."""
+    run(Plan([config], ([],)), sweep or new_sweep())
 
 
 def judge(job: Config, refused: str) -> tuple[Path, dict[str, Any]]:
