@@ -46,8 +46,8 @@ SHORT = 30
 """Number of different short prompts in the long queue."""
 REPEATED = 110
 """Number of further prompts in the queue, which repeat these."""
-LONG_ANSWERS = (130, 256)
-"""Tokens of the two long answers in the queue; the second is also limited by `decode_steps`."""
+LONG_ANSWERS = (160, 256)
+"""Tokens of the first long answer in the queue, and of the two others, which are also limited by `decode_steps`."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,10 @@ def _whole_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
             ("a kept beginning with swapped chunks", [*beginning[chunk : 2 * chunk], *beginning[:chunk], *test.draw(5)]),
             ("a kept beginning in another order", [beginning[0], *beginning[chunk - 2 : 0 : -1], *beginning[chunk - 1 :]]),
         ]
-        for place in (chunk - 1, test.randint(0, chunk - 2)):
-            changed = [*beginning[:place], (beginning[place] + 1) % test.engine.vocab_size, *beginning[place + 1 : 2 * chunk]]
+        # A token that is 256 larger has an equal low byte.
+        for place, step in ((chunk - 1, 1), (test.randint(0, chunk - 2), 256)):
+            token = (beginning[place] + step) % test.engine.vocab_size
+            changed = [*beginning[:place], token, *beginning[place + 1 : 2 * chunk]]
             others.append((f"a kept beginning with another token {place}", [*changed, *test.draw(5)]))
     for number, (role, prompt) in enumerate([*alike, *others]):
         sequence = test.sequence(role, prompt, STEPS)
@@ -256,7 +258,7 @@ def shared(test: StressTest) -> None:
 
     The prefix ends 3 to 5 tokens before the end of a page, and many rows need a new page in the same step. The rows decode
     different tokens first and the same token second. Then the prefix grows past the page's end and is forked again, so that
-    the first two rows of a batch share more than the others.
+    the first two rows of a batch, or the first and the last, share more than the others.
     """
     count, pages = test.largest - 1, min(test.randint(2, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
     if count < 3 or pages < 2:
@@ -273,7 +275,10 @@ def shared(test: StressTest) -> None:
         rows[-1].ahead[1] = again
         if number >= CONTINUED:
             rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
-    test.decode(*rows, steps=left - 1)
+    test.decode(*rows[: count // 2])
+    test.decode(origin)  # before its later forks decode
+    test.decode(*rows[count // 2 :])
+    test.decode(*rows, steps=left - 2)
     test.decode(*rows[1::2])  # from here on, the rows differ in length
     test.decode(*rows)
     if isinstance(test.engine, SupportsExtend):
@@ -281,6 +286,7 @@ def shared(test: StressTest) -> None:
         test.release(rows.pop())
         late = test.fork(origin, "a later fork, which shares more with the prefix")
         test.decode(origin, late, *rows[:-1])
+        test.decode(origin, *rows[:-1], late)
         test.release(late)
     test.release(origin)
     test.decode(*rows)
@@ -342,18 +348,18 @@ def answers(test: StressTest) -> None:
 
 
 def long_queue(test: StressTest) -> None:
-    """Generate two long answers while many short prompts wait for the remaining places of the batch."""
+    """Generate three long answers while many short prompts wait for the remaining places of the batch."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     waiting = [test.sequence("one of many that wait", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
     waiting += [waiting[i] for i in test.rng.integers(0, len(waiting), test.scaled(REPEATED))]
     limits = np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist()
     # Short random prompts have answers that repeat one token. These requests take turns in the remaining places.
-    long = [test.sequence("a prompt with a long answer", test.quote(test.randint(9, PAGE_TOKENS))) for _ in range(2)]
+    long = [test.sequence("a prompt with a long answer", test.quote(test.randint(9, PAGE_TOKENS))) for _ in range(3)]
     at_once = len(long) + max(1, test.largest // test.randint(2, 6))
     least, most = map(test.scaled, LONG_ANSWERS)
     longest = max(least, min(most, test.config.decode_steps, test.max_tokens - PAGE_TOKENS))
-    test.ask([*long, *waiting], [least, longest, *limits], at_once=min(at_once, test.largest))
+    test.ask([*long, *waiting], [least, longest, longest, *limits], at_once=min(at_once, test.largest))
 
 
 SCENARIOS = (

@@ -107,8 +107,13 @@ def _run_scenarios(test: StressTest) -> None:
             test.end()
             test.wake()
     if test.resting:
+        gone, late = (test.sequence(name, most) for name in ("a sequence that ends", "an idle sequence after free pages"))
+        test.prefill(gone, late)
+        test.release(gone)
         time.sleep(IDLE_SECONDS * test.config.requests)
         test.decode(test.resting[-1])  # in `wake`, a turn may come first
+        test.decode(late)
+        test.release(late)
         test.wake()
         resting, test.resting = test.resting, []  # `end` releases them from now on
         test.scenario = "rest"

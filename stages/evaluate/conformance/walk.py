@@ -25,6 +25,8 @@ BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` forks a row."""
 EQUAL_TURN = 20
 """Maximum tokens of the turns of equal length with which sibling forks begin."""
+LATE_TURN = 2 * PAGE_TOKENS + 1
+"""Minimum tokens of a long turn late in the walk."""
 LAST_STEPS = 4
 """Decode steps for which every sequence keeps room until the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
@@ -58,6 +60,8 @@ def walk(test: StressTest) -> None:
     order = [operations[place] for place in test.rng.permutation(len(operations))][: test.scaled(len(operations))]
     if isinstance(test.engine, SupportsExtend):
         order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
+        order.insert(test.randint(len(order) // 2, len(order)), walker.late_turn)
+        order.append(walker.late_turn)
     for operate in [walker.alone, *order, walker.alone]:
         operate()
     walker.finish()
@@ -218,6 +222,13 @@ class Walk:
         if tiles:
             most = self.test.pick(tiles) - length + self.test.randint(1, 3)
         self._extend(self.talker, most)
+
+    def late_turn(self) -> None:
+        """Extend the longest row that has room for it by a turn of more than two pages, which may evict several pages."""
+        rows = [row for row in self.rows if self._room(row) > LATE_TURN]
+        if rows:
+            row = max(rows, key=lambda row: len(row.tokens))
+            self._extend(row, self.test.randint(LATE_TURN, self._room(row)))
 
     def _extend(self, row: ForcedSequence, chunk: int | Sequence[int]) -> None:
         count = min(chunk if isinstance(chunk, int) else len(chunk), self.longest_turn, self._room(row))
