@@ -25,7 +25,7 @@ def cache_statistics(engine: TorchEngine, tokens: Sequence[int]) -> list[CacheSt
                 low=float(computed.min()),
                 high=float(computed.max()),
                 p999=float(computed.abs().flatten().quantile(0.999)),
-                snr_db=10 * log10(signal / noise) if signal and noise else None,
+                snr_db=10 * (log10(signal) - log10(noise)) if signal and noise else None,
             )
         )
 

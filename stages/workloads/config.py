@@ -103,7 +103,7 @@ class StressTestConfig(StrictModel):
             largest: Sequences of the largest batch.
             share: See `share`.
         """
-        answers = 13_000 if longest >= 4 * PAGE_TOKENS else 0  # shorter sequences have no free answers
+        answers = 13_000 if longest >= 4 * PAGE_TOKENS else 0  # shorter sequences skip "answers" and "long_queue"
         variable = answers + 20 * min(longest, 800) + 182 * self.requests
         fixed = 1500 + 6 * min(longest, 1100) + 6 * longest + 3 * min(claimed, longest) + 340 * largest
         return round(share * variable) + fixed + 5 * min(self.decode_steps, longest) + 250 * self.requests

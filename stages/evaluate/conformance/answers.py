@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from stages.engines.interface import Logits
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.replay import Replay
 from stages.evaluate.conformance.comparer import Comparer
@@ -12,8 +14,24 @@ from stages.evaluate.conformance.deviations import passes
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.free import contradiction
 
-Answer = tuple[ForcedSequence, list[int]]
-"""(sequence with the prompt, tokens of its answer including the stop token)."""
+
+class Answer(NamedTuple):
+    """A free answer of the engine."""
+
+    sequence: ForcedSequence
+    """The sequence with the prompt."""
+    tokens: list[int]
+    stops: tuple[int, ...]
+    """The stop tokens, one of which ended the answer; empty if the limit ended it. `generate` does not return that token."""
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens of the answer after which logits are needed to check it."""
+        return self.tokens if self.stops else self.tokens[:-1]
+
+    def chosen(self, logits: Logits) -> list[int]:
+        """Return the tokens to check against `logits` (rows, V): the answer, and the most likely stop token if one ended it."""
+        return [*self.tokens, *([max(self.stops, key=logits[-1].__getitem__)] if self.stops else [])]
 
 
 class AnswerChecks:
@@ -24,25 +42,17 @@ class AnswerChecks:
         self.comparer, self.engine, self.failures = comparer, comparer.engine, failures
         self.answers: list[Answer] = []
 
-    def take(
-        self, sequence: ForcedSequence, answer: Sequence[int], limit: int, stops: Sequence[int], longer: Sequence[int]
-    ) -> None:
-        """Check an answer's length, and keep the answer for the other checks.
-
-        `longer` is an answer to the same prompt without stop tokens, or empty. The token that follows in it ended this answer.
-        If it has other tokens, because a rounding differed, the stop token is unknown; if empty, the last one is assumed.
-        """
-        follows = [token for token in longer[len(answer) :][:1] if token in stops]
-        ended = len(answer) < limit and bool(stops)
-        stopped = (follows or list(stops[-1:])) if ended and list(longer[: len(answer)]) in ([], list(answer)) else []
+    def take(self, sequence: ForcedSequence, tokens: Sequence[int], limit: int, stops: Sequence[int]) -> None:
+        """Check the length of an answer, and keep the answer for the other checks."""
+        ended = len(tokens) < limit and bool(stops)
         wrong = []
-        if (len(answer) < limit and not ended) or len(answer) > limit:
-            wrong.append(f"{len(answer)} tokens instead of {limit}")
-        if not set(answer).isdisjoint(stops):
+        if (len(tokens) < limit and not ended) or len(tokens) > limit:
+            wrong.append(f"{len(tokens)} tokens instead of {limit}")
+        if not set(tokens).isdisjoint(stops):
             wrong.append("an answer that contains a stop token,")
         self.failures += [f"generate: {what} to a prompt of {len(sequence.prompt)} tokens" for what in wrong]
-        if answer or stopped:
-            self.answers.append((sequence, [*answer, *stopped]))
+        if tokens or ended:
+            self.answers.append(Answer(sequence, list(tokens), tuple(stops) if ended else ()))
 
     def check_forced(self) -> list[Answer]:
         """Check the answers that the engine was also forced to decode, by its own logits. Return the other answers."""
@@ -50,12 +60,13 @@ class AnswerChecks:
         if self.comparer.reference.assumed_rounding is None:
             return []
         unforced = []
-        for sequence, answer in answers:
-            rows, begin = sequence.logits[: len(answer)], len(sequence.prompt)
-            if len(rows) == len(answer) and sequence.tokens[begin : begin + len(answer) - 1] == answer[:-1]:
-                self._check_likelier(sequence, np.stack(rows), answer)
+        for answer in answers:
+            fed, begin = answer.fed, len(answer.sequence.prompt)
+            rows = answer.sequence.logits[: len(fed) + 1]
+            if len(rows) == len(fed) + 1 and answer.sequence.tokens[begin : begin + len(fed)] == fed:
+                self._check_likelier(answer, np.stack(rows))
             else:
-                unforced.append((sequence, answer))
+                unforced.append(answer)
         return unforced
 
     def check(self, answers: Sequence[Answer], force: Callable[[ForcedSequence], None], advance: Callable[[int], None]) -> None:
@@ -70,35 +81,36 @@ class AnswerChecks:
         """
         answers = list(_longest(answers))
         feds = [
-            Fed([*sequence.prompt, *answer[:-1]], [(len(sequence.prompt), False), (len(answer) - 1, True)])
-            for sequence, answer in answers
+            Fed([*answer.sequence.prompt, *answer.fed], [(len(answer.sequence.prompt), False), (len(answer.fed), True)])
+            for answer in answers
         ]
         replays = list[Replay]()
         for group in passes(feds):
             replays += self.comparer.reference.replay(group, disturbed=False)
             advance(sum(len(fed.tokens) for fed in group))
-        for (sequence, answer), replay in zip(answers, replays, strict=True):
-            if contradiction(self.engine, replay.logits, answer) is not None:
-                forced = ForcedSequence(f"{sequence.name}, forced", sequence.prompt, answer[:-1])
-                force(forced)
-                self._check_likelier(sequence, np.stack(forced.logits), answer)
+        for answer, replay in zip(answers, replays, strict=True):
+            if contradiction(self.engine, replay.logits, answer.chosen(replay.logits)) is not None:
+                sequence = ForcedSequence(f"{answer.sequence.name}, forced", answer.sequence.prompt, list(answer.fed))
+                force(sequence)
+                self._check_likelier(answer, np.stack(sequence.logits))
 
-    def _check_likelier(self, sequence: ForcedSequence, logits: np.ndarray, answer: list[int]) -> None:
-        """Report the first token that the engine's own logits (rows, V) contradict."""
-        contradicted = contradiction(self.engine, logits, answer)
+    def _check_likelier(self, answer: Answer, logits: np.ndarray) -> None:
+        """Report the first token of an answer that the engine's own logits (rows, V) contradict."""
+        contradicted = contradiction(self.engine, logits, answer.chosen(logits))
         if contradicted is not None:
             place, distance = contradicted
             self.failures.append(
-                f"generate: token {place + 1} of the answer to a prompt of {len(sequence.prompt)} tokens ({sequence.name}) is "
-                f"{distance:.2g} (logits) below the most likely token"
+                f"generate: token {place + 1} of the answer to a prompt of {len(answer.sequence.prompt)} tokens "
+                f"({answer.sequence.name}) is {distance:.2g} (logits) below the most likely token"
             )
 
 
 def _longest(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """Yield the answers, except beginnings of longer answers to the same prompt."""
+    """Yield the answers except those that a longer answer to the same prompt begins with."""
     longest = defaultdict[tuple[int, ...], list[list[int]]](list)
-    for sequence, answer in sorted(answers, key=lambda pair: -len(pair[1])):
-        same_prompt = longest[tuple(sequence.prompt)]
-        if not any(longer[: len(answer)] == answer for longer in same_prompt):
-            same_prompt.append(answer)
-            yield sequence, answer
+    for answer in sorted(answers, key=lambda answer: -len(answer.tokens)):
+        same_prompt, count = longest[tuple(answer.sequence.prompt)], len(answer.tokens)
+        alike = [longer for longer in same_prompt if longer[:count] == answer.tokens]
+        if not any(not answer.stops or set(longer[count : count + 1]) & set(answer.stops) for longer in alike):
+            same_prompt.append(answer.tokens)
+            yield answer

@@ -236,19 +236,14 @@ class StressTest:
         limits: Sequence[int],
         stops: Sequence[int] = (),
         at_once: int | None = None,
-        known: Sequence[Sequence[int]] | None = None,
     ) -> list[list[int]]:
-        """Generate and return free answers. Their tokens are checked at the end of the scenario.
-
-        `known`: longer answers to the same prompts, generated without stop tokens. They show which stop token ends an answer.
-        If they are missing, the last of `stops` is assumed.
-        """
+        """Generate and return free answers. Their tokens are checked at the end of the scenario."""
         at_once = at_once or self.largest
         answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
         self.counts.requests += len(sequences)
         self._advance(sum(len(sequence.prompt) for sequence in sequences) + sum(map(len, answers)))
-        for sequence, answer, limit, longer in zip(sequences, answers, limits, known or [()] * len(answers), strict=True):
-            self.answers.take(sequence, answer, limit, stops, longer)
+        for sequence, answer, limit in zip(sequences, answers, limits, strict=True):
+            self.answers.take(sequence, answer, limit, stops)
         return [list(answer) for answer in answers]
 
     def release(self, *sequences: ForcedSequence) -> None:

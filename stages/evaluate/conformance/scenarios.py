@@ -114,7 +114,9 @@ def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
     if policy.window is not None:
         borders |= {policy.window.tokens, policy.window.tokens + PAGE_TOKENS}
     if policy.eviction is not None:
-        kept = policy.eviction.sink_tokens + policy.eviction.heavy_tokens + policy.eviction.window_tokens
+        eviction = policy.eviction  # without heavy hitters, tokens are evicted when their page has left the window
+        exact = eviction.sink_tokens + eviction.heavy_tokens + eviction.window_tokens
+        kept = exact if eviction.heavy_tokens else eviction.gap_length
         borders |= {kept, kept + PAGE_TOKENS, kept + 2 * PAGE_TOKENS}
     lengths = sorted({border - 1 for border in borders if 1 < border - 1 <= most})[: size // 2]
     rest = size - len(lengths)
@@ -341,10 +343,10 @@ def answers(test: StressTest) -> None:
         near = [(answer[0] + 256) % test.engine.vocab_size for _, answer in chosen[:2]]  # equal in its low byte
         others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in first)]
         stops = [*others, *sorted(set(within))][call % 3 :]
-        sequences, full = zip(*chosen, strict=True)
+        sequences = [sequence for sequence, _ in chosen]
         # In every second call, most answers end by a stop token, and others wait for their places.
         most = test.largest if call % 2 else max(1, min(test.largest, len(chosen) // 2))
-        test.ask(sequences, limits, stops, test.randint(1, most), full)
+        test.ask(sequences, limits, stops, test.randint(1, most))
 
 
 def long_queue(test: StressTest) -> None:
