@@ -40,7 +40,7 @@ def evidence_lines(
     given = [part for part in arguments if _group(part) == "kv"]
     own = next((entry.name for entry in capacity.policies if given and entry.policy == config.kv), None)
     with_vllm = isinstance(config.backend, VllmConfig)
-    slow = not with_vllm and _is_slow(config, arguments, model)
+    slow = not with_vllm and recommendation.chosen is None and _is_slow(config, arguments, model)
     tokens = {entry.name: entry.live_tokens for entry in recommendation.unjudged}
     if slow:  # the policies that vLLM serves, not the CPU's
         tokens = {entry.name: entry.live_tokens for entry in capacity.policies if entry.requests >= capacity.use.concurrency}

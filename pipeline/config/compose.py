@@ -62,8 +62,8 @@ ConfigStore.instance().store("policy", _OPTIONAL)
 TRACKING_URI = "tracking.uri"
 MAX_SHOWN_CHARACTERS = 400
 """Maximum characters of a command in a message."""
-MAX_CHARACTERS = 1 << 15
-"""Maximum characters of an override. Hydra would parse a longer one for minutes."""
+MAX_KEY, MAX_CHARACTERS = 200, 1 << 15
+"""Maximum characters of a key, which Hydra takes for a file name, and of an override, which it would parse for minutes."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -171,8 +171,10 @@ def _missing_model(overrides: Sequence[Override]) -> list[str]:
 def _refuse_override(override: str) -> None:
     """Refuse text that Hydra cannot parse, and secrets, which are not to be printed."""
     key, _, value = override.partition("=")
-    if "\0" in override or len(override) > MAX_CHARACTERS:
-        raise UserError(f"{short(key)}: holds a null character, or more than {MAX_CHARACTERS:,} characters; shorten it")
+    if "\0" in override or len(key) > MAX_KEY or len(override) > MAX_CHARACTERS:
+        raise UserError(
+            f"{short(key)}: holds a null character, or over {MAX_CHARACTERS:,} characters ({MAX_KEY} in its key); shorten it"
+        )
     if key.lstrip("+") != TRACKING_URI:
         _refuse_secrets(value, redact_text(key.lstrip("+~")))
 

@@ -72,7 +72,7 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
         if 0 < len(places) <= MAX_PLACES:
             return f"unknown key, did you mean {' or '.join(places)}?"
     siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed
-    choices = [str(key) for key in siblings if key not in (name, "hydra")]
+    choices = [str(key) for key in siblings or () if key not in (name, "hydra")]
     return f"unknown key{suggest(name, choices) or '; leave it out'}"
 
 

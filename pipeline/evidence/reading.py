@@ -186,6 +186,10 @@ def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
                 yield link, f"its input {name} {digest[:12]} is not an artifact of this chain"
             elif name in ("engine", "baseline") and digest != evaluation.inputs[name]:
                 yield link, f"is a round of another {name}"
+    for name, role in (("once", "engine"), ("baseline_once", "baseline"), ("encoded", "baseline"), ("answers", "baseline")):
+        measured = by_digest.get(evaluation.inputs.get(name, ""))
+        if measured is not None and role not in measured.inputs:
+            yield measured, f"is not a measurement of the {role}"
     for number in takewhile(lambda number: round_input(number) in evaluation.inputs, count(1)):
         compared = by_digest.get(evaluation.inputs[round_input(number)])
         if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):

@@ -88,7 +88,7 @@ def registered_engine(
         GateRefusal: the evidence is missing or unreadable, or other rules decided.
     """
     evidence = registered_evidence(directories, version)
-    candidate, report = evidence.candidate(version.name), evidence.report
+    candidate, report = evidence.candidate(version.tags.get("kv", evidence.identity.policy)), evidence.report
     assert report is not None, "registered_evidence checks it"
     record = dict[str, Any]()
     with suppress(UserError):  # the replay reports a bundle that cannot be read

@@ -104,6 +104,8 @@ class RegistryReader:
 
     def engine_digest(self, entry: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
+        if not entry.run_id:  # registered by hand; MLflow refuses an empty id
+            return None
         with suppress(MlflowException):
             digest: str | None = self.client.get_run(entry.run_id).data.tags.get("engine_digest")
             return digest

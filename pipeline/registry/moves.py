@@ -59,9 +59,9 @@ def route_of(model: RegisteredModel, alias: str) -> Route:
 
 def route_back(model: RegisteredModel, alias: str) -> Route:
     """Return the route after a move to the previous version. Raises GateRefusal if there is none."""
-    previous = route_of(model, alias).previous
-    if previous is None:
-        raise GateRefusal(f"{alias} cannot go back: it has no previous engine")
+    now, previous = route_of(model, alias)
+    if now is None or previous is None:
+        raise GateRefusal(f"{alias} cannot go back: {'no engine serves' if now is None else 'it has no previous engine'}")
     return Route(previous)
 
 

@@ -182,7 +182,12 @@ class Engines:
         if before.now == best.version:
             return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
         tags = {PROMOTED_BY: author(), PROMOTED_AT: _now(), PROMOTED_OVER: before.now or "none"}
-        record = partial(self.registry.set_tags, best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
+
+        def record() -> None:
+            if name is None and ROLLED_BACK_AT in self.registry.read().versions[best.version].tags:
+                raise GateRefusal(f"{best.name} is not promoted: another command rolled it back meanwhile; run it again")
+            self.registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
+
         make_moves(self.registry, [Move(CHAMPION, before, before.moved_to(best.version), record)])
         since = rolled_back.get(best.report.digest)
         over = f" over version {before.now}" if before.now is not None else ""

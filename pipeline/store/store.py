@@ -32,7 +32,7 @@ MANIFEST = ".manifest.json"
 LAYOUT = '{"schema_version": 1}\n'
 """Content of STORE_FILE, which names the layout of the store and its manifests. A store without the file has this layout."""
 PARTIAL = ".partial"
-"""Folder of a store with unfinished artifacts: `STAGE/KEY` if they are resumable, otherwise `STAGE/.KEY`."""
+"""Folder of a store with unfinished artifacts: `STAGE/KEY` if they are resumable, otherwise `STAGE/.KEY-RANDOM`."""
 USE_LOCK = ".lock"
 """Lock file at the root of a store; a removal of artifacts holds it."""
 USERS = ".users"
@@ -190,11 +190,8 @@ def lock_of(target: Path) -> Path:
 
 
 def unfinished(root: Path, stage: str, key: str, *, resumable: bool) -> Path:
-    """Return the directory of an unfinished artifact, whose lock the caller holds. Unless `resumable`, it is removed first."""
-    scratch = root / PARTIAL / stage / (key if resumable else f".{key}")
-    if not resumable:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return scratch
+    """Return the directory of an unfinished artifact; unless `resumable` a new one: a dead command's child may still write."""
+    return root / PARTIAL / stage / (key if resumable else f".{key}-{token_hex(8)}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:

@@ -121,6 +121,8 @@ def test_invalid_policies_are_refused_with_a_line_per_problem(tmp_path: Path) ->
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["KVPolicy.sink_tokens", "KVPolicy.sinks"]
     assert lines[0].endswith("(got -1)")
+    with pytest.raises(UserError, match=r"KVPolicy\.key\.typo"):
+        make_policy(**{**whole.model_dump(), "key": {**whole.key.model_dump(), "typo": 1}})
     with pytest.raises(UserError, match=r"kv\.name=fp8: is the name of a shipped policy"):
         evaluate("tiny", make_policy(**{**whole.model_dump(), "name": "fp8"}), workdir=tmp_path / "work")
     assert list(tmp_path.iterdir()) == []

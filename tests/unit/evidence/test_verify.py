@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from helpers.registry.evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
@@ -219,17 +219,21 @@ def test_the_users_texts_travel_with_the_evidence_as_one_file(tmp_path: Path) ->
         ("round", "answers", "baseline", {"chain: evaluate int8"}),
         ("evaluation", "baseline", "engine", {"chain: baseline fp16", "report cites the baseline"}),
         ("engine", "model", None, {"chain: build"}),
+        ("answers", "baseline", "", {"chain: baseline fp16"}),
     ],
 )
 def test_an_exchanged_input_is_named_even_if_sealed_again(
-    role: str, name: str, other: Role | None, named: set[str], copy: Path
+    role: str, name: str, other: Role | Literal[""] | None, named: set[str], copy: Path
 ) -> None:
     def exchange(identity: Any) -> None:
         evaluation = member(identity, "evaluation")
         inputs = {"round": "round_1", "answers": "answers", "engine": "engine"}
         digest = evaluation["parts"]["inputs"][inputs[role]] if role in inputs else evaluation["digest"]
         (link,) = [link for link in identity["chain"] if link["digest"] == digest]
-        link["parts"]["inputs"][name] = "0" * 64 if other is None else member(identity, other)["digest"]
+        if other == "":
+            del link["parts"]["inputs"][name]
+        else:
+            link["parts"]["inputs"][name] = "0" * 64 if other is None else member(identity, other)["digest"]
         rekey(link)
 
     edit(copy / IDENTITY_FILE, exchange)

@@ -155,6 +155,28 @@ def test_an_engine_beyond_its_verdicts_limits_is_not_promoted(fp8: Candidate, re
     assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 
+def test_a_rollback_without_a_champion_is_refused(registry: MemoryRegistry) -> None:
+    """MLflow removes the alias of a deleted version."""
+    promote(registry, registry.judge("int8", 500))
+    promote(registry, *registry.candidates.values(), registry.judge("fp8", 1000))
+    del registry.aliases["champion"]
+    with pytest.raises(UserError, match="champion cannot go back: no engine serves"):
+        registry.engines().rollback()
+
+
+def test_an_engine_that_another_user_rolled_back_meanwhile_is_not_promoted(registry: MemoryRegistry) -> None:
+    promote(registry, registry.judge("int8", 500))
+    fp8 = registry.judge("fp8", 1000)
+
+    def replay(_: Candidate) -> list[Finding]:
+        registry.versions[fp8.version]["rolled_back_at"] = "2026-11-30T00:00:00+00:00"
+        return []
+
+    with pytest.raises(GateRefusal, match="fp8 is not promoted: another command rolled it back meanwhile"):
+        registry.engines(replay=replay).promote(list(registry.candidates.values()), fp8.model)
+    assert registry.aliases["champion"] == "1"
+
+
 def test_a_rolled_back_engine_returns_by_evaluation_or_name(registry: MemoryRegistry) -> None:
     one, two = registry.judge("int8", 500), registry.judge("fp8", 1000)
     promote(registry, one)
