@@ -14,7 +14,8 @@ from pipeline.cli.upkeep import prune, show_status
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage
-from pipeline.evidence.reading import bundle_directory, find_evidence, read_evidence
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
+from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_backend
 from pipeline.registry import routing, summary
@@ -57,8 +58,10 @@ def evaluate(run: Run) -> None:
     with recorded as run_id:
         evaluation = steps.report()
         with show_progress("deciding"):
-            verdict = decide(load_report(evaluation.path), load_rows(evaluation.path), config.gates)
-        evidence = read_evidence(steps.identity(evaluation, verdict).path)
+            report, rows = load_report(evaluation.path), load_rows(evaluation.path)
+            verdict = decide(report, rows, config.gates)
+        sealed = steps.identity(evaluation, verdict).path
+        evidence = Evidence(sealed, read_identity(sealed / IDENTITY_FILE), report, rows, None)
         candidate = evidence.candidate(run.label)
         if store is not None:
             with show_progress("registering the engine"):
