@@ -129,7 +129,9 @@ def _few_questions(candidate: Candidate) -> list[str]:
 def reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
     champion = next((candidate for candidate in candidates if candidate.name == move.champion), None)
-    return {candidate.name: _reason(candidate, champion) for candidate in candidates if candidate is not champion}
+    reasons = {candidate.name: _reason(candidate, champion) for candidate in candidates if candidate is not champion}
+    excluded = [candidate for candidate in candidates if candidate.name in reasons and candidate.report.digest in move.excluded]
+    return reasons | {c.name: f"{c.verdict}, but it {move.excluded[c.report.digest]}" for c in excluded if c.verdict == "PASS"}
 
 
 def _reason(candidate: Candidate, champion: Candidate | None) -> str:

@@ -104,12 +104,17 @@ class RegistryReader:
 
     def engine_digest(self, entry: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
-        if not entry.run_id:  # registered by hand; MLflow refuses an empty id
-            return None
+        return cast(str | None, self._judged_by(entry)["tags"].get("engine_digest"))
+
+    def metrics(self, entry: Version) -> Mapping[str, float]:
+        """Return the metrics of the run that judged a version; empty if the run is missing."""
+        return cast(Mapping[str, float], self._judged_by(entry)["metrics"])
+
+    def _judged_by(self, entry: Version) -> dict[str, Any]:
         with suppress(MlflowException):
-            digest: str | None = self.client.get_run(entry.run_id).data.tags.get("engine_digest")
-            return digest
-        return None
+            if entry.run_id:  # empty if it was registered by hand; MLflow refuses an empty id
+                return dict(self.client.get_run(entry.run_id).data)
+        return {"tags": {}, "metrics": {}}
 
     def registered(self, identities: Collection[str]) -> list[RegisteredModel]:
         """Return the configured registered model, and each model with a version that cites a given identity."""
@@ -119,8 +124,7 @@ class RegistryReader:
         for name in sorted({self.location.model_name, *names}):
             with suppress(MlflowException):  # nothing was registered yet
                 model = self.model(name)
-                engines = {version.number: self.engine_digest(version) for version in model.pointed_at.values()}
-                models.append(replace(model, engines=engines))
+                models.append(replace(model, engines={v.number: self.engine_digest(v) for v in model.pointed_at.values()}))
         return models
 
     def champion(self, names: Sequence[str]) -> Version | None:

@@ -7,7 +7,8 @@ that judged it.
 
 A promotion tags the version with its author, the time and the replaced version. A rollback makes `previous` the champion and
 removes `previous`, so a second rollback (two people, a CI retry) is an error and does not bring the bad engine back. A version
-that was rolled back is chosen again only after a new evaluation (another report) or by name.
+that was rolled back is chosen again only after a new evaluation (another report) or by name. A candidate that was tested on
+much shorter contexts than the champion is chosen only by name.
 """
 
 import math
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 """Tags of a version: author and time of the moves of the champion alias to the version or away."""
+TESTED_TOKENS = "quality/covered_tokens"
+"""Metric: the longest context that the evaluation tested, in tokens."""
+MIN_TESTED_SHARE = 0.5
+"""A candidate must be tested on this share of the champion's longest context. It is below 1 because two evaluations rarely ask
+questions of exactly the same lengths."""
 
 
 def author(environ: Mapping[str, str] = os.environ) -> str:
@@ -63,6 +69,8 @@ class PromotionMove:
     message: str
     candidates: tuple[Candidate, ...] = ()
     """Candidates that a promotion compared, decided again."""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Why candidates are promoted only by name, by the digests of their reports."""
 
 
 def live_tokens(candidate: Candidate) -> float:
@@ -167,20 +175,23 @@ class Engines:
             MissingRequirement: the replay needs a library that is not installed.
         """
         candidates, rolled_back = self._judge_again(judged, model, name), self._rollback_times()
-        best = choose_champion(candidates, {} if name is not None else rolled_back)
+        excluded = self._excluded(candidates, rolled_back) if name is None else {}
+        best = choose_champion(candidates, excluded)
         rival = self._incumbent(candidates) if name is None else None
         compared = tuple(candidates if rival is None else [*candidates, rival])
         if rival is not None and choose_champion([best, rival]) is rival:
             with suppress(GateRefusal, MissingRequirement):  # without valid evidence, a champion cannot block a promotion
                 self._engines_read[rival.version].verify()
-                return PromotionMove(rival.name, f"{rival.name} (version {rival.version}) stays the champion", compared)
+                return PromotionMove(
+                    rival.name, f"{rival.name} (version {rival.version}) stays the champion", compared, excluded
+                )
         try:
             self._engines_read[best.version].verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         before = route_of(self.model, CHAMPION)
         if before.now == best.version:
-            return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared)
+            return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared, excluded)
         tags = {PROMOTED_BY: author(), PROMOTED_AT: _now(), PROMOTED_OVER: before.now or "none"}
 
         def record() -> None:
@@ -194,7 +205,7 @@ class Engines:
         note = f"; it had been rolled back at {since}" if since is not None else ""
         covered = f", {best.covered}" if best.covered is not None else ""
         message = f"{best.name} (version {best.version}) is the champion{over}{note}{covered}"
-        return PromotionMove(best.name, message, compared)
+        return PromotionMove(best.name, message, compared, excluded)
 
     def _judge_again(self, candidates: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the listed candidates, read from their artifacts and decided again."""
@@ -229,6 +240,24 @@ class Engines:
         comparable = any(candidate.checkpoint == champion.checkpoint for candidate in candidates)
         return champion if comparable and champion.verdict == "PASS" else None
 
+    def _excluded(self, candidates: Sequence[Candidate], rolled_back: Mapping[str, str]) -> dict[str, str]:
+        """Return why candidates are promoted only by name, by the digests of their reports."""
+        serving, excluded = self.model.pointed_at.get(CHAMPION), {}
+        needed = self.registry.metrics(serving).get(TESTED_TOKENS, 0) if serving is not None else 0
+        for candidate in candidates:
+            digest, tested = candidate.report.digest, candidate.metrics.get(TESTED_TOKENS, math.inf)
+            if digest in rolled_back:
+                why = f"was rolled back at {rolled_back[digest]}: judge it again on other samples"
+            elif tested < MIN_TESTED_SHARE * needed:
+                why = (
+                    f"was tested up to {tested:,.0f} tokens, and the champion, {serving}, up to {needed:,.0f}: judge it on "
+                    f"longer questions, as with workloads.lengths=[{needed:.0f}]"
+                )
+            else:
+                continue
+            excluded[digest] = f"{why}, or request it with promote.name='{candidate.name}'"
+        return excluded
+
     def _rollback_times(self) -> dict[str, str]:
         """Return the time at which an engine was rolled back, by the digest of its report."""
         times = {}
@@ -256,14 +285,14 @@ class Engines:
         return PromotionMove(version.name, message)
 
 
-def choose_champion(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] = MappingProxyType({})) -> Candidate:
-    """Return the best candidate that passed. Raises GateRefusal if all are excluded.
+def choose_champion(candidates: Sequence[Candidate], excluded: Mapping[str, str] = MappingProxyType({})) -> Candidate:
+    """Return the best candidate that passed and is not excluded. Raises GateRefusal if there is none.
 
     The candidate with the most live tokens wins. Between equals, other engines win over the reference engine, then the lowest
-    mean KL wins. Candidates whose report digest is a key of `rolled_back` are excluded.
+    mean KL wins. The keys of `excluded` are digests of reports, the values say why they are excluded.
     """
     best = max(
-        (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in rolled_back),
+        (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in excluded),
         key=lambda c: (live_tokens(c), not is_least_preferred(c.backend), -c.metric("quality/kl_mean"), c.name),
         default=None,
     )
@@ -275,10 +304,7 @@ def choose_champion(candidates: Sequence[Candidate], rolled_back: Mapping[str, s
     for candidate in candidates:
         why = f" ({candidate.reasons[0]})" if candidate.reasons else ""
         if candidate.verdict == "PASS":
-            why = f", but it {_describe_rollback(candidate, rolled_back[candidate.report.digest])}"
+            why = f", but it {excluded[candidate.report.digest]}"
         lines.append(f"{candidate.name}: {candidate.verdict}{why}")
-    raise GateRefusal(f"no candidate passed: {'; '.join(lines)}")
-
-
-def _describe_rollback(candidate: Candidate, when: str) -> str:
-    return f"was rolled back at {when}: judge it again on other samples, or request it with promote.name='{candidate.name}'"
+    passed = any(candidate.verdict == "PASS" for candidate in candidates)
+    raise GateRefusal(f"{'no candidate is promoted' if passed else 'no candidate passed'}: {'; '.join(lines)}")

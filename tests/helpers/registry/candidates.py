@@ -173,5 +173,8 @@ class MemoryRegistry:
         self.versions[version] = {name: text for name, text in every.items() if text is not None}
         assert len(self.versions[version]) <= 6
 
+    def metrics(self, version: Version) -> dict[str, float]:
+        return dict(self.candidates[version.number].metrics)
+
     def set_left(self, workload: str, versions: set[str]) -> None:
         self.routes_left[workload] = set(versions)

@@ -8,6 +8,7 @@ import pytest
 from helpers.refusals import refused
 from helpers.registry.candidates import MemoryRegistry, evidence_digest
 
+from pipeline.cli.tables import reasons_against
 from pipeline.registry.promotion import Finding, PromotionMove, choose_champion
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
@@ -162,6 +163,26 @@ def test_a_rollback_without_a_champion_is_refused(registry: MemoryRegistry) -> N
     del registry.aliases["champion"]
     with pytest.raises(UserError, match="champion cannot go back: no engine serves"):
         registry.engines().rollback()
+
+
+def test_a_trial_on_short_questions_does_not_replace_the_champion(registry: MemoryRegistry) -> None:
+    def tested(policy: str, live_tokens: float, tokens: int) -> Candidate:
+        candidate = registry.judge(policy, live_tokens)
+        return registry.change(candidate.version, metrics={**candidate.metrics, "quality/covered_tokens": float(tokens)})
+
+    champion, trial, half = tested("fp8", 1000, 16_384), tested("int4", 2000, 140), tested("int8", 1100, 8192)
+    promote(registry, champion)
+    with pytest.raises(
+        GateRefusal,
+        match=r"int4: PASS, but it was tested up to 140 tokens, and the champion, version 1 \(fp8\), up "
+        r"to 16,384: judge it on longer questions, as with workloads.lengths=\[16384\], or.*promote\.name='int4'",
+    ):
+        promote(registry, trial)
+    assert registry.aliases == {"champion": "1"}
+    move = promote(registry, trial, half)
+    assert move.champion == "int8"
+    assert "tested up to 140 tokens" in reasons_against(move.candidates, move)["int4"]
+    assert promote(registry, trial, name="int4").champion == "int4"
 
 
 def test_an_engine_that_another_user_rolled_back_meanwhile_is_not_promoted(registry: MemoryRegistry) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def test_an_engine_with_the_same_evidence_is_registered_once(store: MlflowStore,
     assert outputs is not None
     assert [output.model_id for output in outputs.model_outputs] == [model.model_id]
     assert store.engine_digest(found) == candidate.engine.digest
+    assert store.metrics(found) == {"memory/kib_per_token": 2.0}
+    assert store.metrics(replace(found, run_id="")) == {}, "a version that was registered by hand"
     store.client.delete_tag(found.run_id, "engine_digest")
     assert store.engine_digest(found) is None
 
