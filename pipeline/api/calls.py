@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function raise errors that a person can act on without traceback and causes.
+    """Wrap a function so that errors that the caller can act on are raised without their traceback and causes.
 
     Errors of the machine or the tracking store are converted to such exceptions, as on the command line. Defects are raised
     unchanged.

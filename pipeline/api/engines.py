@@ -173,7 +173,7 @@ def _engine_directory(directory: Path) -> Path:
 
 
 def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:
-    """Return the model's maximum sequence length. None if the bundle lacks it: other backends check their own limits."""
+    """Return the model's maximum sequence length, or None if the bundle does not record it and the engine itself checks it."""
     described = record.get("model")
     if isinstance(described, dict):
         return described.get("max_position_embeddings")

@@ -75,7 +75,7 @@ def promotable(config: Config) -> summary.Summary:
 
     Raises:
         GateRefusal: The sweep did not finish, and `promote.name` is not given.
-        UserError: It has no candidate of the model.
+        UserError: The sweep has no candidate of the model.
     """
     last = summary.load(config.work, config.promote.sweep)
     if config.promote.sweep is None and not last.candidates and (judged := summary.last_judged(config.work)) is not None:
@@ -110,8 +110,8 @@ def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
     """Promote the best candidate of a summary. Raises as `promote` does.
 
-    The page shows `unfinished`. It is not read from the summary: a job that promotes its own candidate is still running, and
-    the summary would report this job as unfinished.
+    `unfinished` is the page's message about missing jobs. The caller passes it, because a job that promotes its own candidate
+    is still running, so that the summary would report this job as unfinished.
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     judged = candidates_of(config, last)

@@ -123,7 +123,7 @@ class Preview:
 def preview(planned: Plan) -> int:
     """Print the artifacts that the jobs would make or reuse, and their failures.
 
-    Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
+    Return the exit code of the worst foreseeable failure or refusal by a gate; 0 if nothing of this kind is foreseeable.
     """
     foreseen, store = Preview(), DryStore(planned.jobs[0].artifacts)
     opened = set[Path]()  # a sweep has one work directory

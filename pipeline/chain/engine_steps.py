@@ -203,7 +203,7 @@ class EngineSteps(Artifacts):
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
 
     def tuned(self) -> Artifact:
-        """Return the search of stage=tune for policies with fewer bytes."""
+        """Return the artifact of stage=tune: the result of the search for policies with fewer bytes."""
         options = self.config.tune
         texts = self.config.calibration.file
         weights = self.weights()

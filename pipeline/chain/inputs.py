@@ -186,7 +186,7 @@ def _check_context(
 
 
 def _check_shortest(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse lengths that the records and questions of a document exceed in this model's tokens."""
+    """Refuse a length that is too short for the records and questions of a document in this model's tokens."""
     from stages.evaluate.inputs.lengths import fit_lengths, long_samples
     from stages.evaluate.inputs.tokens import BundleTokenizer
 
@@ -228,7 +228,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
 
 
 def check_draft(path: str, target: Path) -> None:
-    """Check that a draft checkpoint can be read and has the tokens of a target, whose tokenizer opens."""
+    """Check that a draft checkpoint can be read and has the same tokens as the target, whose tokenizer was checked before."""
     from stages.checkpoints.intake.opening import check_loadable
     from stages.checkpoints.loading import expected_tensors
 

@@ -100,7 +100,7 @@ def recommend_policy(run: Run) -> None:
 
 
 def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
-    """Return the names of the policies that the backend refuses for this model; none if it refuses the 16-bit cache too."""
+    """Return the names of the policies that the backend refuses for this model; empty if it also refuses the 16-bit cache."""
     path = locate_checkpoint(config.model.path)
     try:
         checkpoint = inspect_gguf(path).info if path.is_file() else describe_checkpoint(path, read_config(path), (), ())

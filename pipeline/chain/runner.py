@@ -147,7 +147,10 @@ class JobRunner:
             summary.begin(config.work, self.sweep, self.names, self.command)
 
     def run(self, number: int, config: Config) -> None:
-        """Announce and run a job, and record its exit code if it judges. A killed promotion is an unfinished job."""
+        """Announce and run a job, and record its exit code if it judges.
+
+        The exit code is recorded after the promotion. A job that is killed while it promotes therefore counts as unfinished.
+        """
         code, label = 0, self.names[number]
         console.begin(self.place(number, config), config.model.path if config.facts.makes or config.facts.plans else None)
         try:

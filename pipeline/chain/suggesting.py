@@ -35,7 +35,8 @@ def evidence_lines(
 ) -> list[str]:
     """Return lines with the policies to judge first, and the command that judges them; empty if there are none.
 
-    `arguments` are the user's. A policy that they name with `kv=` comes alone, unless it has evidence or holds too little.
+    `arguments` are the user's. A policy that the user chose with `kv=` is suggested alone, unless it already has evidence or
+    admits too few requests.
     """
     given = [part for part in arguments if _group(part) == "kv"]
     own = next((entry.name for entry in capacity.policies if given and entry.policy == config.kv), None)

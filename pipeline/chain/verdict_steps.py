@@ -296,8 +296,9 @@ class EnginePair:
         bundle = chain.bundle(self.policy, chain.reference_config)
         torch_engine = TorchBackend(chain.reference_config).load_reference(bundle.path, self.steps.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
-        # The reference engine does not round inputs of another type. Queries in 8-bit blocks may get neighbouring codes, as the
-        # cache may, but no engine shows them.
+        # The reference engine rounds the inputs of quantized layers only to INT8 per token, never to another type. If an engine
+        # rounds queries to 8-bit blocks, a query may get the neighbouring code, as a cached key may. Cached codes can be read
+        # and allowed for, but no engine exposes the codes of queries.
         by_design = (quantized is not None and quantized.inputs == "other") or (
             torch_engine.rounds_queries and not backend.measures_rounding
         )

@@ -108,7 +108,7 @@ class _Handler(logging.Handler):
 
 
 def _is_unprinted(record: logging.LogRecord) -> bool:
-    """Return whether no library prints the record itself, with a handler below the root logger."""
+    """Return whether a record still has to be printed: no logger between its own and the root has a handler that prints."""
     logger = logging.getLogger(record.name)
     while logger.parent is not None:
         if any(type(handler) is logging.StreamHandler for handler in logger.handlers):
@@ -118,7 +118,7 @@ def _is_unprinted(record: logging.LogRecord) -> bool:
 
 
 LOGGER = logging.getLogger("kvgate")
-"""Logger of all events. Modules that do not import this one, such as waits for locks and stores, log below its name."""
+"""Logger of all events. Modules that do not import `console` use child loggers, such as `kvgate.waits` for locks."""
 HANDLER = _Handler()
 HANDLER.addFilter(_is_unprinted)
 LOGGER.addHandler(HANDLER)

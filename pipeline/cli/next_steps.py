@@ -90,7 +90,7 @@ class NextStep:
     command: str | None = None
     """Shell command; None if the step is not a command."""
     wrong: Sequence[str] = ()
-    """Some wrong answers of the baseline, which the step follows from."""
+    """Lines with some wrong answers of the baseline, which show why this step is suggested."""
 
     def show(self) -> None:
         colon = "" if self.command is None else ":"

@@ -56,7 +56,7 @@ def show_status(config: Config) -> None:
 
 
 def sizes(title: str, pieces: Iterable[Piece]) -> Grid:
-    """Return a table with the number and bytes of every kind of pieces, in their order."""
+    """Return a table with the number and bytes of the pieces by kind. The kinds are in the order of their first pieces."""
     kinds = defaultdict[str, list[Piece]](list)
     for piece in pieces:
         kinds[piece.kind].append(piece)
@@ -88,7 +88,7 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
 
 
 def _missing(digest: str, inventory: Inventory) -> str | None:
-    """Return a clause about evidence, or an artifact of it, that is not in the work directory; None if all is there."""
+    """Return a clause that names the first missing part of an engine's evidence; None if the work directory has all parts."""
     lineage = inventory.lineages.get(digest)
     if lineage is None:
         return "its evidence is not here"

@@ -117,7 +117,7 @@ class Plan:
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, changes, strict=True))
 
     def refusal(self, judged: Sequence[tuple[str, Status, Sequence[Check]]]) -> str | None:
-        """Return why these verdicts, with names and checks, do not let the command exit with 0; None if one of them does.
+        """Return why the command must not exit with 0, given (name, verdict, checks) per job; None if a verdict is accepted.
 
         A quick check never passes, so INCONCLUSIVE is enough.
         """
@@ -156,7 +156,7 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
 
 
 def _missing_model(overrides: Sequence[Override]) -> list[str]:
-    """Return a line if `model.path=` names nothing, beside other mistakes; empty if the stage reads no model."""
+    """Return a line if `model.path=` does not exist, to report it together with other problems; empty if no model is read."""
     given = {o.key_or_group: o.value() for o in overrides if not o.is_sweep_override()}
     path, facts = given.get("model.path"), STAGES.get(str(given.get("stage", "all")), StageFacts())
     if not isinstance(path, str) or "${" in path or not (facts.makes or facts.plans):

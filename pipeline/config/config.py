@@ -138,16 +138,16 @@ class RoutingConfig(StrictModel):
     """The action of stage=route: set routes, or move a route back."""
 
     routes: Annotated[dict[ClassName, EngineName], Field(min_length=1)] | None
-    """Class of work -> its engine: the name of a registered candidate, or a version's number."""
+    """Workload -> its engine: the name of a registered candidate, or a version's number."""
     rollback: Annotated[str, Field(min_length=1)] | None
-    """Class of work whose route moves back to its previous engine."""
+    """Workload whose route moves back to its previous engine."""
 
 
 class MonitorConfig(StrictModel):
     """The snapshot of stage=monitor, and the limits that break a monitor."""
 
     snapshot: PathText | None
-    """Counts of a serving fleet by class of work, a JSON file."""
+    """JSON file with your servers' counts by workload."""
     min_within_limit: Part
     """Minimum share of requests that take at most `limit_ms`."""
     min_json_validity: Part

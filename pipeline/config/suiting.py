@@ -12,7 +12,7 @@ from stages.core.errors import MACHINE_ERRORS, MissingRequirement, UserError
 
 AUTO = "auto"
 SUITING = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
-"""Group -> its option for the tiny model, which also stands for `auto` while composing, and its option for any other model."""
+"""Group -> (option for the tiny model, option for any other model). An unresolved `auto` has the values of the first option."""
 TINY = "pkg://stages.tiny/checkpoint"
 TOKENIZER = "tokenizer.json"
 

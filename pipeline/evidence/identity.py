@@ -103,7 +103,7 @@ class Lineage(StrictModel, extra="ignore"):
     kvgate: str
     """Release that wrote the identity."""
     verdict: dict[str, Any]
-    """Decision of the gates, in the form of its rules."""
+    """Decision of the gates, not validated: its fields depend on the version of the rules that decided."""
     chain: list[Link]
 
     @model_validator(mode="after")

@@ -90,7 +90,7 @@ def find_evidence(directory: Path) -> list[Path]:
     of its evidence is signed, only signed evidence is returned.
 
     Raises:
-        UserError: the directory has neither, or the evidence is unreadable.
+        UserError: the directory is neither evidence nor a bundle, or the evidence is unreadable.
         MissingRequirement: the bundle was not judged.
     """
     if os.path.lexists(directory / IDENTITY_FILE):
@@ -168,7 +168,7 @@ def lineage(identity: Identity) -> list[Finding]:
 
 
 def _problems(identity: Identity) -> Iterator[tuple[Link, str]]:
-    """Yield keys and digests that are not their manifest's, inputs from elsewhere, and measurements of other engines."""
+    """Yield (artifact, problem): a wrong key or digest, an input from outside the chain, or a measurement of another engine."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
     converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
     by_digest, evaluation = {link.digest: link for link in identity.chain}, identity.link("evaluation")

@@ -233,9 +233,10 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     yield i, postprocess_generated_text(self._text(answers[i]), stops[i], None)
 
     def _has_stop(self, answer: list[int], stops: Sequence[str]) -> bool:
-        """Return whether an answer contains a stop string, if none did without the last token.
+        """Return whether the last token of an answer completed a stop string. Call it after every token.
 
-        The last tokens are decoded first. To decode the whole answer at every token would take quadratic time.
+        Only the last tokens are decoded, and the whole answer if they contain a stop string: decoding the whole answer after
+        every token would take quadratic time.
         """
         # A token has at least one byte of text, unless it is special. The margin covers such tokens and cut characters.
         tail = answer[-max((len(stop.encode()) for stop in stops), default=0) - TAIL_MARGIN :]

@@ -42,8 +42,8 @@ LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
-"""Loggers to silence: they log dozens of lines while a new file migrates, the tracebacks of raised exceptions, and texts that
-MLflow cuts to its limits."""
+"""Loggers to silence. They log dozens of lines while a new database is migrated, the tracebacks of exceptions that are raised
+anyway, and a warning for each text that MLflow truncates."""
 MAX_VERSIONS = 200_000
 """Maximum versions in one answer of MLflow."""
 ADDRESSES = (

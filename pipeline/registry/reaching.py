@@ -47,7 +47,7 @@ MISSING = {
     "answers with a server error (5xx); look at its log": ("error responses",),
     "is not there: start the server, or name another": ("API request to http", "Connection refused"),
 }
-"""Message about the store -> substrings of an error's text; the first match counts."""
+"""BAD_INPUT and MISSING: message about the store -> substrings of an error's text. The first match in this order counts."""
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def _driver_line(error: Exception) -> str:
 
 
 def check_reachable(location: Location) -> None:
-    """Refuse a database that cannot be opened; errors as in `reached`. MLflow's client reports a dead server fast enough."""
+    """Refuse a database that cannot be opened; raises as `reached` does. Servers are left to MLflow's client, which is fast."""
     if location.served:
         return
     with reached(location):

@@ -139,7 +139,7 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
     """Set the routes of `routing.routes`. Other classes keep their routes.
 
     Raises:
-        UserError: a class is no built-in workload and none that a named engine was judged on, or a name matches no engine.
+        UserError: a name matches no engine, or a class is neither a built-in workload nor a workload of a named engine.
         GateRefusal: an engine is not proven for its class.
     """
     engines_of = {workload: _find_engine(engines, workload, name) for workload, name in routes.items()}

@@ -20,7 +20,7 @@ CHAMPION = "champion"
 """Alias of the version that serves."""
 IDENTITY_TAG = "identity_digest"
 LEFT = "left-"
-"""Prefix of a registered model's tag with the versions that the route of a class left."""
+"""Prefix of a registered model's tags: `left-CLASS` lists the broken versions that the route of a class moved away from."""
 PORT = 5000
 """Port of the server in the command that is printed for users."""
 
@@ -106,7 +106,7 @@ class RegisteredModel:
     """Alias -> number of a version. MLflow removes a version's aliases with the version."""
     tags: Mapping[str, str] = field(default_factory=dict)
     engines: Mapping[str, str | None] = field(default_factory=dict)
-    """Number of a version that an alias points at -> digest of its engine. Only `RegistryReader.registered` reads them."""
+    """Number of a version that an alias points at -> digest of its engine. Only `RegistryReader.registered` sets this field."""
 
     @property
     def pointed_at(self) -> dict[str, Version]:

@@ -190,7 +190,10 @@ def lock_of(target: Path) -> Path:
 
 
 def unfinished(root: Path, stage: str, key: str, *, resumable: bool) -> Path:
-    """Return the directory of an unfinished artifact; unless `resumable` a new one: a dead command's child may still write."""
+    """Return the directory in which an artifact is made. Unless `resumable`, its name is new in every call.
+
+    The child of a killed command may still write to the directory that this command used.
+    """
     return root / PARTIAL / stage / (key if resumable else f".{key}-{token_hex(8)}")
 
 

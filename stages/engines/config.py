@@ -30,7 +30,8 @@ class BackendConfig(StrictModel):
     takes_quantized: ClassVar[bool] = False
     """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
-    """Policies to try, in ascending order of bytes per token: the last first, and a larger one after another policy failed."""
+    """Policies to suggest, in ascending order of bytes: `stage=recommend` begins with the largest; after a policy failed, the
+    next larger one is suggested."""
 
     length_key: ClassVar[str | None] = None
     """Configuration key that limits prompt plus answer, in tokens; None if only the model limits them."""

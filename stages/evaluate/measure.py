@@ -150,7 +150,7 @@ UNLIKELY = 0.1
 def score_own_answers(
     samples: Sequence[ScoredSample], stopping: StoppingCriteria, unfinished: Path, run: Callable[..., list[SampleResult]]
 ) -> None:
-    """Replace references of `samples` by the baseline's own right answers where the own answer is likelier.
+    """Replace a sample's reference by the baseline's own right answer if that answer is likelier than the reference.
 
     `run` is `run_samples` on the baseline, and `unfinished` the directory of its results.
     """

@@ -39,8 +39,8 @@ RESCORED_SHARE = 0.3
 
 
 Work = npt.NDArray[np.float64]
-"""Work of an engine: tokens that pass through the weights, decoded tokens among them, pairs of a token and a token that it
-attends to, and decode steps, which are passes over all weights."""
+"""Work of an engine, an array of four counts: tokens that pass through the weights; decoded tokens (included in the first);
+pairs of a token and a token that it attends to; decode steps (a step reads all weights)."""
 NO_WORK = np.zeros(4)
 
 

@@ -2,8 +2,8 @@
 
 A round's directory contains `round.json` (`Round`), `statistics.safetensors` (`StepStatistics` by sample id, one row per field)
 and `logprobs.safetensors` (see `distances.distance`). The last file has all samples of a baseline, or the repeated samples of a
-candidate. `refuse_weak` refuses workloads whose right answers are improbable under the baseline, because no candidate could
-lose them.
+candidate. `refuse_weak` refuses workloads whose right answers are improbable under the baseline, because a candidate's losses
+would not show there.
 """
 
 from collections.abc import Sequence

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from stages.core.records import Sample
 
 FIRST_ROUND = 15
-"""Minimum judged samples per workload in the first round. Fewer do not show whether the baseline can answer, and
-`gates.min_samples` asks for 15 documents anyway."""
+"""Minimum judged samples per workload in the first round. Fewer samples do not show whether the baseline can answer, and a
+PASS needs 15 documents anyway, the default of `gates.min_samples`."""
 
 
 def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:

@@ -162,7 +162,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
 _RIGHT = {
     "json": "give strict JSON",
     "tool_call": 'give {"name": ..., "arguments": {...}} of one of the tools, with exactly its arguments',
-    "mention": "give words that it mentions as mentions (without these, the reference itself), and others as distractors",
+    "mention": "give only words of the reference as mentions (default: the whole reference), and no such word as a distractor",
 }
 """Check -> what makes a reference right."""
 

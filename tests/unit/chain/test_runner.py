@@ -75,7 +75,7 @@ def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
 
 
 def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed promotion is finished by running the command again, as an unfinished job tells stage=promote."""
+    """If a promotion is killed, its job stays unfinished, so that stage=promote asks the user to run the command again."""
     promoted = []
 
     def promote(_: Run, last: summary.Summary) -> None:

@@ -51,7 +51,7 @@ TOKENS, SAMPLES = "forced decode [tokens]", "answers [samples]"
         ([(0, ("export", 0, 3)), (25, ("export", 1, 3))], "export 1/3, 0.04/s, 50 s left"),
         # another round
         ([(0, (TOKENS, 0, 9)), (5, (TOKENS, 8, 9)), (9, (TOKENS, 0, 9))], "forced decode 0/9 tokens, 0 s so far"),
-        # a measure that another one interrupted continues
+        # a task continues after another task interrupted it
         ([(0, (TOKENS, 0, 9)), (5, (SAMPLES, 1, 3)), (1, (TOKENS, 0, 9))], "forced decode 0/9 tokens, 6 s so far"),
         # between two files
         ([(0, (TOKENS, 1, 9)), (5, ("", 0, 1))], "5 s so far"),

@@ -94,7 +94,7 @@ def test_there_are_no_import_cycles() -> None:
 
 
 def test_only_backends_are_imported_by_name() -> None:
-    """Also by name: the modules that build their bundles."""
+    """Backends, and the modules that build their bundles, are the only modules imported with `import_module`."""
     dynamic = {name for name in MODULES if "import_module(" in MODULES[name].read_text("utf-8") and ".worker." not in name}
     assert dynamic == {
         "stages.engines.backend",
