@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-from rich.markup import escape
-
 from pipeline.chain.job_run import Run, open_store
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
@@ -125,14 +123,14 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(config.work, last.sweep, champion=move.champion)
         tables.print_comparison(candidates)
-        console.result("champion", f"[green]{escape(move.message)}[/]", champion=move.champion, message=move.message)
+        console.result("champion", console.Styled("green", move.message), champion=move.champion, message=move.message)
         for rejected, reason in tables.reasons_against(candidates, move).items():
-            console.result("not_chosen", f"  not {escape(rejected)}: {escape(reason)}", candidate=rejected, reason=reason)
+            console.result("not_chosen", f"  not {rejected}: {reason}", candidate=rejected, reason=reason)
         show_page(config, candidates, last, unfinished=unfinished, move=move)
         compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
         backend = config.backend if config.backend.name == best.backend else None
-        console.say(f"Serve it with: {escape(next_steps.serving(best.engine.path, backend))}", paste=True)
+        console.say(f"Serve it with: {next_steps.serving(best.engine.path, backend)}", paste=True)
         next_steps.after_promotion(config, best.engine.path).show()
 
 
@@ -143,7 +141,7 @@ def rollback(run: Run) -> None:
         move = engines.rollback()
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(run.config.work, None, champion=move.champion)
-    console.result("champion", escape(move.message), champion=move.champion, message=move.message)
+    console.result("champion", move.message, champion=move.champion, message=move.message)
 
 
 def route(run: Run) -> None:
@@ -158,7 +156,7 @@ def monitor(run: Run) -> None:
 
 def _say(lines: Iterable[str]) -> None:
     for line in lines:
-        console.say(escape(line))
+        console.say(line)
 
 
 def verify(run: Run) -> None:

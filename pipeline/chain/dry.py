@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from rich.markup import escape
-
 from pipeline.chain.inputs import checks
 from pipeline.chain.job_run import Run
 from pipeline.cli import console
@@ -115,7 +113,7 @@ class Preview:
             refusal = f"workloads: {self.too_few[0]} (docs/questions.md#my-questions)"
         else:
             for text in dict.fromkeys(self.too_few):
-                console.say(f"[yellow]note:[/] some jobs: {text}")
+                console.say(console.note(f"some jobs: {text}"))
         if refusal is not None:
             self.problems[EXIT_CODES[GateRefusal], refusal] = jobs
 
@@ -133,7 +131,7 @@ def preview(planned: Plan) -> int:
             console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {job}: " if planned.sweeping else ""
-            console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
+            console.say(console.Styled("bold", f"{number}{config.stage} {label}", f" of {config.model.path}"))
             foreseen.add(job, Run(config, label=label, store=store))
     foreseen.add_refusal(planned)
     _print(foreseen, sweeping=planned.sweeping)
@@ -150,7 +148,7 @@ def _print(foreseen: Preview, *, sweeping: bool) -> None:
         counts = Counter(word for *_, word in rows)
         console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
     for label, verdict in foreseen.verdicts.items():
-        console.say(f"{escape(label)} is judged already: {verdict.status}")
+        console.say(f"{label} is judged already: {verdict.status}")
     for (_, line), jobs in foreseen.problems.items():
         console.error(f"job {', '.join(map(str, jobs))}: {line}" if sweeping else line)
     console.say("dry=true: nothing was written")
@@ -165,7 +163,7 @@ def _say_questions(run: Run) -> None:
     kinds += [f"{documents} of {length:,} tokens with {LONG_QUESTIONS} questions each" for length in workloads.lengths]
     rounds = assign_rounds(run.verdict_steps.samples, workloads.rounds)
     few_shot = "" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template"
-    console.say(escape(f"{', '.join(kinds)} in at most {len(rounds)} round{'s' if len(rounds) > 1 else ''}{few_shot}"))
+    console.say(f"{', '.join(kinds)} in at most {len(rounds)} round{'s' if len(rounds) > 1 else ''}{few_shot}")
     model = read_model(path)
     backend = run.config.backend
     if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel
-from rich.markup import escape
 
 from pipeline.chain import suggesting
 from pipeline.chain.engine_steps import EngineSteps
@@ -64,10 +63,10 @@ def show_capacity(run: Run) -> None:
     console.show("capacity", tables.capacity_table(shown))
     if unserved:
         own = [entry.name for entry in capacity.policies if entry.policy == config.kv and entry.name in unserved]
-        among = f", {escape(own[0])} among them" if own else ""
+        among = f", {own[0]} among them" if own else ""
         console.say(f"left out: {len(unserved)} that backend={config.backend.name} does not serve{among}")
     for name, reason in capacity.unfit.items():
-        console.say(f"{escape(name)} does not fit: {escape(reason)}")
+        console.say(f"{name} does not fit: {reason}")
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
     _require_room(shown)
@@ -237,7 +236,8 @@ def tune(run: Run) -> None:
             "tune.max_kl, or add finer formats to tune.policies"
         )
     chosen = next(entry for entry in report.measured if entry.policy.name == report.chosen)
-    console.say(f"\n[bold]{report.chosen}[/] has the fewest bytes within tune.max_kl={report.max_kl:g}")
+    console.say("")
+    console.say(console.Styled("bold", report.chosen, f" has the fewest bytes within tune.max_kl={report.max_kl:g}"))
     options = folder if chosen.origin != "uniform" else None
     next_steps.after_tuning(run.config, report.chosen, options, run.arguments).show()
 

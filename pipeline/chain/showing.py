@@ -7,8 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from pipeline import __version__
 from pipeline.chain.job_run import open_store
 from pipeline.cli import console
@@ -100,7 +98,7 @@ def show_page(
         )
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
-        console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
+        console.result("report", f"\nreport: {page!s}", paste=True, file=page)
         store = _store_of(config, candidates)
         if store is None:
             return
@@ -118,7 +116,7 @@ def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: st
         store = _store_of(config, candidates)
         if store is not None:
             url, command = compare_url(store.location, store.experiment_id, sweep), server_command(store.location)
-            lines = ["\nThe runs in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+            lines = ["\nThe runs in MLflow:", *(f"  {line}" for line in (command, url) if line is not None)]
             console.result("mlflow", *lines, paste=True, command=command, url=url)
 
 

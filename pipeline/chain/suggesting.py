@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.markup import escape
-
 from pipeline.cli.next_steps import command_line
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import key_of
@@ -51,7 +49,7 @@ def evidence_lines(
     if own in tokens and (own in ladder or not slow):
         chosen, policies = [str(own)], given
     refused = any(entry.name == own and entry.reason == NOT_SERVED for entry in recommendation.passed_over)
-    lines = [f"  not {escape(str(own))}: {NOT_SERVED}"] if refused and not slow else []
+    lines = [f"  not {own!s}: {NOT_SERVED}"] if refused and not slow else []
     if not chosen:
         return lines
     remaining = [part for part in arguments if _group(part) not in ("stage", "kv", "capacity")]
@@ -60,7 +58,7 @@ def evidence_lines(
     command = command_line(remaining, *changes, "stage=evaluate", *policies, sweep=len(chosen) > 1)
     named = ", ".join(f"{name} ({tokens[name]:,})" for name in chosen)
     lines += [f"  {GPU_NOTE}"] if slow else []
-    return [*lines, f"  judge {escape(named)} with", f"    {escape(command)}", *_answers_note(config)]
+    return [*lines, f"  judge {named} with", f"    {command}", *_answers_note(config)]
 
 
 def _answers_note(config: Config) -> list[str]:

@@ -53,7 +53,7 @@ class VerdictSteps:
         """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
         policy = self.config.kv
         if self.too_few is not None and self.chain.store.makes:  # a dry run ends with this line
-            console.say(f"[yellow]note:[/] {self.too_few} (docs/questions.md#my-questions)")
+            console.say(console.note(f"{self.too_few} (docs/questions.md#my-questions)"))
         artifacts = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)
@@ -228,10 +228,8 @@ class VerdictSteps:
         judged = whole_pages(longest)
         key, limit = f"backend.{backend.length_key}", backend.context_limit
         if limit is not None and limit > judged:
-            console.say(
-                f"[yellow]note:[/] {key}={limit}: a promotion will refuse the engine, since the samples have at most {longest} "
-                f"tokens; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"
-            )
+            refusal = f"{key}={limit}: a promotion will refuse the engine, since the samples have at most {longest} tokens"
+            console.say(console.note(f"{refusal}; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"))
 
     def _join(self, artifacts: Mapping[str, Artifact]) -> "JoinedEvaluation":
         from stages.evaluate.decoding.stored import MeasuredOnce, read_round

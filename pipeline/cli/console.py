@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stages.core.errors import DEBUG_VARIABLE, Refusal, describe, exit_code
-from stages.core.redaction import printable, redact_text
+from stages.core.redaction import printable, redact, redact_text
 
 if TYPE_CHECKING:
     from pipeline.cli.grids import Grid
@@ -47,6 +47,22 @@ def relative(text: str) -> str:
     if here == "/":
         return text
     return re.sub(rf"(?:(?<=sqlite:///)|(?<![\w./:~-])){re.escape(here)}/(?=[^\s/])", "", text)
+
+
+class Styled(str):
+    """A line for people whose first `length` characters have a style of rich, for example `bold`."""
+
+    style: str
+    length: int
+
+    def __new__(cls, style: str, beginning: str, rest: str = "") -> "Styled":
+        line = super().__new__(cls, beginning + rest)
+        line.style, line.length = style, len(beginning)
+        return line
+
+
+def note(text: str) -> Styled:
+    return Styled("yellow", "note:", f" {text}")
 
 
 @dataclass(frozen=True)
@@ -81,9 +97,10 @@ def _write(fields: Mapping[str, object]) -> None:
     """Write a JSON object with the time and the job: a result to stdout, other objects to stderr."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     job = HANDLER.job.fields if HANDLER.job is not None else {}
-    text = json.dumps({"time": now, **job, **fields}, ensure_ascii=False, default=str)
+    plain = json.loads(json.dumps({"time": now, **job, **fields}, default=str))  # redacted before quotes are escaped
+    text = json.dumps(redact(plain), ensure_ascii=False)
     # one write, because jobs and threads share the streams
-    print(f"{redact_text(text)}\n", end="", file=sys.stdout if RESULT in fields else sys.stderr, flush=True)
+    print(f"{text}\n", end="", file=sys.stdout if RESULT in fields else sys.stderr, flush=True)
 
 
 class _Handler(logging.Handler):
@@ -95,7 +112,11 @@ class _Handler(logging.Handler):
     """The job of this process."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        try:
+            text = record.getMessage()
+        except Exception:  # a library's arguments do not match its format
+            self.handleError(record)
+            return
         fields: dict[str, object] = getattr(record, "fields", {})
         if record.exc_info:
             fields = {"traceback": redact_text(logging.Formatter().formatException(record.exc_info))}
@@ -163,21 +184,24 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
 
     Args:
         kind: Name of the object.
-        lines: Text for people, with markup.
+        lines: Text for people.
         paste: Whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
         fields: Content of the object.
     """
     if HANDLER.mode == "json":
         _write({RESULT: kind, **fields})
         return
-    for text in map(relative, lines):
+    for line in lines:
+        text = Text(relative(line))
+        if isinstance(line, Styled):
+            text.stylize(line.style, 0, line.length)
         out.print(text, soft_wrap=paste or not out.is_terminal)
 
 
-def say(text: str, *, paste: bool = False) -> None:
+def say(line: str, *, paste: bool = False) -> None:
     """Print a line for people, or write a result of kind `text`. Arguments: see `result`."""
-    if text.strip() or HANDLER.mode != "json":
-        result("text", text, paste=paste, message=Text.from_markup(text.strip()).plain)
+    if line.strip() or HANDLER.mode != "json":
+        result("text", line, paste=paste, message=line.strip())
 
 
 def show(kind: str, grid: "Grid") -> None:

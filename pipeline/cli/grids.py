@@ -60,7 +60,8 @@ class Grid:
     def table(self, width: int) -> Table:
         """Return the table for a terminal of `width` columns. Columns with only texts wrap; numbers are never cut."""
         _, *rows = self.texts()
-        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=self.title or None, title_justify="left")
+        title = Text(self.title, "table.title") if self.title else None
+        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=title, title_justify="left")
         for index, column in enumerate(self.columns):
             heading, numbers = column.heading or column.key, any(isinstance(row[index], int | float) for row in self.rows)
             widest = max(map(len, [*heading.split("\n"), *(row[index] for row in rows)]))

@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from pipeline.cli import console
 from pipeline.config import CONF
 from pipeline.config.compose import plan
@@ -94,9 +92,9 @@ class NextStep:
 
     def show(self) -> None:
         colon = "" if self.command is None else ":"
-        lines = ["", *(f"  {escape(line)}" for line in self.wrong), f"[bold]Next[/]: {escape(self.why)}{colon}"]
+        lines = ["", *(f"  {line}" for line in self.wrong), console.Styled("bold", "Next", f": {self.why}{colon}")]
         if self.command is not None:
-            lines.append(f"  {escape(self.command)}")
+            lines.append(f"  {self.command}")
         console.result("next", *lines, paste=True, **asdict(self))
 
 

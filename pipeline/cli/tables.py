@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.markup import escape
-
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.progress import duration
@@ -97,15 +95,15 @@ def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
     saved = f", FP16 {base:.3f}: the same memory holds {base / kib:.2f} times the tokens" if kib and base else ""
     blind = "the answers do not depend on the cache; " if is_blind(candidate.checks) else ""
     first, *more_reasons = candidate.reasons or ("no reason was recorded",)
-    lines = [f"  why: {blind}{escape(first)}{f' (and {len(more_reasons)} more in the report)' if more_reasons else ''}"]
+    lines = [f"  why: {blind}{first}{f' (and {len(more_reasons)} more in the report)' if more_reasons else ''}"]
     if passed:
-        lines = [f"  holds {escape(candidate.covered)}"] if candidate.covered is not None else []
+        lines = [f"  holds {candidate.covered}"] if candidate.covered is not None else []
     if undecided_check:
         lines = ["  a quick check never passes: no request was compared with the reference engine"]
     title = "QUICK CHECK" if undecided_check else candidate.verdict
     console.result(
         "verdict",
-        f"[{COLOURS[candidate.verdict]}]{title}[/] {escape(candidate.name)}: {'; '.join(figures)}",
+        console.Styled(COLOURS[candidate.verdict], title, f" {candidate.name}: {'; '.join(figures)}"),
         f"  {memory}{saved}",
         *lines,
         candidate=candidate.name,
@@ -173,16 +171,16 @@ def budget_lines(capacity: Capacity) -> list[str]:
     use, budget = capacity.use, capacity.budget
     mix = ", ".join(f"{context.requests} of {context.tokens:,}" for context in use.contexts)
     gpus = f"{use.tensor_parallel} GPUs of " if use.tensor_parallel > 1 else ""
+    heads = f"{capacity.q_heads} query heads, {capacity.kv_heads} KV heads of {capacity.head_dim}"
     lines = [
-        f"[bold]{escape(capacity.model)}[/]: {capacity.layers} layers, {capacity.q_heads} query heads, {capacity.kv_heads} KV "
-        f"heads of {capacity.head_dim}",
+        console.Styled("bold", capacity.model, f": {capacity.layers} layers, {heads}"),
         f"{gpus}{budget.gpu / GIB:.4g} GiB, {budget.weights / GIB:.2f} of it for weights and {budget.reserve / GIB:.4g} "
         f"reserved, leave {capacity.cache_bytes / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
         f"admitted to {100 * use.ceiling:g} %",
         f"mix: {mix} tokens; {100 * capacity.block_waste:.2f} % of their pages' slots stay empty; "
         f"{use.concurrency:,} requests at once are needed (capacity.concurrency)",
     ]
-    return lines + [f"[yellow]note:[/] {escape(note)}" for note in capacity.notes]
+    return [*lines, *map(console.note, capacity.notes)]
 
 
 def policy_line(capacity: Capacity, name: str) -> list[str]:
@@ -197,10 +195,9 @@ def policy_line(capacity: Capacity, name: str) -> list[str]:
     lengths = " or ".join(f"{context.tokens:,}" for context in use.contexts)
     mean = " in the mean" if len(use.contexts) > 1 else ""
     where = " on each GPU" if use.tensor_parallel > 1 else ""
-    return [
-        f"[bold]{escape(name)}[/]: a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less "
-        f"than under FP16; {chosen.requests:,} requests fit, under FP16 {base.requests:,}"
-    ]
+    memory = f"a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less than under FP16"
+    fitting = f"{chosen.requests:,} requests fit, under FP16 {base.requests:,}"
+    return [console.Styled("bold", name, f": {memory}; {fitting}")]
 
 
 def capacity_table(capacity: Capacity) -> Grid:
@@ -234,19 +231,22 @@ def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]
     `commands`: lines with the command that judges policies without evidence.
     """
     chosen, passed_over = recommendation.chosen, recommendation.passed_over
-    lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
+    lines: list[str] = [*map(console.note, recommendation.notes)]
     if chosen is None:
-        lines.append("[red]No policy can be recommended[/]")
+        lines.append(console.Styled("red", "No policy can be recommended"))
     else:
+        why = (
+            f"{chosen.live_tokens:,} live tokens in {chosen.requests:,} requests; PASS {chosen.covered} on "
+            f"backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once"
+        )
         lines += [
-            f"[green]Take {escape(chosen.name)}[/]: {chosen.live_tokens:,} live tokens in {chosen.requests:,} requests; PASS "
-            f"{chosen.covered} on backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once",
-            *(f"  {escape(reason)}" for reason in chosen.reasons[:1]),
+            console.Styled("green", f"Take {chosen.name}", f": {why}"),
+            *(f"  {reason}" for reason in chosen.reasons[:1]),
             f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})",
         ]
     for entry in passed_over:
         if entry.reason not in (NO_EVIDENCE, NOT_SERVED):
-            lines.append(f"  not {escape(entry.name)} ({entry.live_tokens:,}): {escape(entry.reason)}")
+            lines.append(f"  not {entry.name} ({entry.live_tokens:,}): {entry.reason}")
     unjudged, unserved = ([entry for entry in passed_over if entry.reason == reason] for reason in (NO_EVIDENCE, NOT_SERVED))
     more = len(recommendation.unjudged)
     if more:

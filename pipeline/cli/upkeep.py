@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.filesize import decimal
-from rich.markup import escape
 
 from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Value
@@ -37,7 +36,7 @@ def show_status(config: Config) -> None:
     """Print the status of a work directory. Raises UserError or MissingRequirement at the end if a part could not be read."""
     inventory = take_inventory(config)
     if not (inventory.pieces or inventory.sweeps or inventory.models or inventory.problems):
-        console.say(f"{escape(str(config.work))}: nothing was built or judged here yet")
+        console.say(f"{config.work!s}: nothing was built or judged here yet")
     if not config.tracking.enabled:
         console.say("tracking.enabled=false: what serves is not shown")
     for model in inventory.models:
@@ -77,12 +76,12 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
     console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
     champion = aliases.get("champion")
     if champion is None:
-        console.say(f"{escape(model.name)} has no champion yet")
+        console.say(f"{model.name} has no champion yet")
         return
     if PROMOTED_AT in champion.tags:
         time, user = champion.tags[PROMOTED_AT].replace("T", " ")[:16], champion.tags.get(PROMOTED_BY)
         previous = model.versions.get(champion.tags.get(PROMOTED_OVER, ""))
-        console.say(escape(f"  champion: promoted {time} UTC by {user}{'' if previous is None else f', over {previous}'}"))
+        console.say(f"  champion: promoted {time} UTC by {user}{'' if previous is None else f', over {previous}'}")
     if "previous" not in aliases:
         console.say("  no previous champion: stage=rollback has nothing to return to")
 
@@ -108,7 +107,7 @@ def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
         columns = list(map(Column, ("candidate", "verdict", "version", "model", "backend", "because")))
         console.show("sweep", Grid(title, columns, rows, COLOURS))
     else:
-        console.say(escape(title))
+        console.say(title)
 
 
 FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
@@ -132,7 +131,7 @@ def prune(config: Config) -> None:
     """Show the pieces that are not needed, and remove these pieces if `prune.apply` is set."""
     root = config.artifacts
     if not root.is_dir():
-        console.say(f"{escape(str(root))}: there are no artifacts")
+        console.say(f"{root!s}: there are no artifacts")
         return
     applied, lock = config.prune.apply, root / USE_LOCK
     if applied and lock.exists() and not os.access(lock, os.W_OK):
@@ -212,6 +211,6 @@ def _print(plan: PrunePlan, *, applied: bool) -> None:
     else:
         console.say("Nothing to remove: everything is needed")
     for user, count in plan.kept.items():
-        console.say(f"stays: {count} for {escape(user)}")
+        console.say(f"stays: {count} for {user}")
     for version in plan.unpromotable:
-        console.say(f"[yellow]note:[/] {escape(version)} must be judged again before it can be promoted")
+        console.say(console.note(f"{version} must be judged again before it can be promoted"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipeline.config.override_syntax import written
 from pipeline.config.signing import SigningConfig
@@ -121,7 +122,7 @@ PREVIOUS = "-previous"
 
 def _is_no_other_alias(name: str) -> str:
     if name.endswith(PREVIOUS):
-        raise ValueError(f"must not end with {PREVIOUS}, which marks previous engines")
+        raise PydanticCustomError("class_name", f"must not end with {PREVIOUS}, which marks previous engines")
     return name
 
 

@@ -23,7 +23,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     problems = error.errors(include_url=False)
     wrong_keys = [".".join(map(str, problem["loc"])) for problem in problems]
     for problem in problems:
-        location = problem["loc"]
+        location = tuple(part for part in problem["loc"] if part != "[key]")  # pydantic's mark of a mapping's key
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
             continue  # the problems of the list's items have their own lines
         if location[1:2] == (OmegaConf.select(composed, "backend.name"),):  # pydantic inserts the tag of the union

@@ -180,11 +180,13 @@ class Engines:
         rival = self._incumbent(candidates) if name is None else None
         compared = tuple(candidates if rival is None else [*candidates, rival])
         if rival is not None and choose_champion([best, rival]) is rival:
-            with suppress(GateRefusal, MissingRequirement):  # without valid evidence, a champion cannot block a promotion
+            try:
                 self._engines_read[rival.version].verify()
-                return PromotionMove(
-                    rival.name, f"{rival.name} (version {rival.version}) stays the champion", compared, excluded
-                )
+            except (GateRefusal, MissingRequirement) as error:
+                excluded[rival.report.digest] = f"cannot stay the champion: {error}"
+            else:
+                message = f"{rival.name} (version {rival.version}) stays the champion"
+                return PromotionMove(rival.name, message, compared, excluded)
         try:
             self._engines_read[best.version].verify()
         except (GateRefusal, MissingRequirement) as error:
@@ -212,12 +214,12 @@ class Engines:
         judged: dict[str, Candidate] = {}
         for entry in candidates:
             version = self.model.versions.get(entry.version)
+            if name not in (None, entry.name if version is None else version.name):
+                continue
             if version is None:
                 lost = f"version {entry.version} is not in the registry"
                 lost = lost if entry.version else "it is not registered (tracking.enabled=false?)"
                 raise GateRefusal(f"{entry.name} is not promoted: {lost}")
-            if name not in (None, version.name):
-                continue
             judged[version.number] = candidate = self.find(version).candidate
             if candidate.model != model:
                 raise GateRefusal(f"{candidate.name} is not promoted: {version} is of model {candidate.model}, not {model}")

@@ -67,7 +67,7 @@ class Summary(StrictModel):
 
 def new_sweep() -> str:
     """Return the id of a sweep that begins now. It has random digits, because processes in two containers can share an id."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}-{token_hex(2)}"
 
 
 def sweeps(workdir: Path) -> list[str]:

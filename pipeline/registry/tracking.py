@@ -121,7 +121,7 @@ class RegisteredModel:
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:
     """Resolve the tracking configuration for a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
     workdir = absolute_path(str(workdir))
-    uri = tracking.uri or environ.get(ENVIRONMENT)
+    uri = tracking.uri or environ.get(ENVIRONMENT) or None
     if uri is None and re.search("[?%]", str(workdir)):  # special characters of URIs
         raise UserError(f"workdir={workdir}: MLflow keeps no store in a path with ? or %; give another path")
     uri = uri or f"{SQLITE}{workdir / 'mlflow.db'}"

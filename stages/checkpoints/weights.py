@@ -71,8 +71,8 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[
             )
     missing = sorted(expected.keys() - seen_names)
     if missing:
-        others = f"{len(missing) - 1} more tensors of {model}"
-        raise refusal(info.path, f"{missing[0]} is missing, and {others}; give the complete checkpoint")
+        more = f", and so are {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise refusal(info.path, f"{missing[0]} of the {model} is missing{more}; give the complete checkpoint")
     if HEAD in seen_names and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
         raise refusal(
             info.path,

@@ -32,6 +32,10 @@ class CannotBeJudged(GateRefusal):
         super().__init__(message)
         self.weak, self.able, self.wrong = weak, able, wrong
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the arguments of `__init__`. Python itself would pickle only the message."""
+        return type(self), (str(self), self.weak, self.able, self.wrong)
+
 
 class MissingRequirement(Refusal):
     """A requirement that this machine lacks. The message names the requirement and how to get it."""

@@ -43,8 +43,8 @@ def gpus() -> list[dict[str, str]]:
         environment = child_environment()
         answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     except (subprocess.SubprocessError, OSError) as error:
-        output = str(getattr(error, "stdout", None) or error)
-        reason = output.strip().splitlines()[0]
+        output = str(getattr(error, "stdout", None) or "").strip() or str(error)
+        reason = output.splitlines()[0]
         raise MissingRequirement(f"nvidia-smi is installed but does not answer: {reason}") from error
     lines = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
     return [dict(zip(QUERY, (value.strip() for value in line), strict=True)) for line in lines]

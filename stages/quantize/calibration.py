@@ -1,5 +1,6 @@
 """Calibration texts for static scales: generated, or read from the user's JSONL."""
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,9 +57,12 @@ MAX_CHARACTERS_PER_TOKEN = 256
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return at most `samples` texts of the user's file. Raises UserError for a line without a text."""
     texts: list[str] = []
-    for number, line in enumerate(read_user_file("calibration.jsonl", path).splitlines(), start=1):
+    content = read_user_file("calibration.jsonl", path).removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(content.splitlines(), start=1):
         if len(texts) == samples:
             break
+        if not line.strip():
+            continue
         try:
             value = parse_json(line)
         except Unreadable as error:

@@ -221,7 +221,8 @@ class WorkloadsConfig(StrictModel):
             if count
         }
         changes = [f"workloads.samples.{name}={count}" for name, count in counts.items()]
-        changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
+        problems = max(math.ceil(factor * self.gsm8k), needed.get("gsm8k", needed.get("all", 0)))
+        changes += [f"workloads.gsm8k={min(problems, GSM8K_PROBLEMS)}"] if 0 < self.gsm8k < GSM8K_PROBLEMS else []
         if self.lengths:
             now = math.ceil(factor * self.length_documents) * LONG_QUESTIONS
             changes += more_documents({**needed, LONG: now})
@@ -257,7 +258,7 @@ class WorkloadsConfig(StrictModel):
         if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k and not self.lengths:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins
-        if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):
+        if len(edges) < 2 or edges[0] != 0 or any(low >= high for low, high in pairwise(edges)):
             raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
         if any(low >= high for low, high in pairwise(self.rounds)) or self.rounds[-1] != 1:
             raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")

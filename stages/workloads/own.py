@@ -47,7 +47,7 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
     texts = []
     for file in own_files("workloads.documents", config.own):
         try:
-            texts.append(read_user_file("workloads.documents", file).decode("utf-8"))
+            texts.append(read_user_file("workloads.documents", file).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise UserError(f"workloads.documents={file}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     words = WORD.findall("\n\n".join(texts))

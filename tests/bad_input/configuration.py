@@ -11,7 +11,7 @@ BAD_VALUES = {
         model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y
         calibration.workloads=[poetry] workloads.samples.prose=lots workloads.samples={} workloads.lengths=2048
         workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0]
-        workloads.context_bins=[0] workloads.load=null workloads.speculation={draft:3} gates.max_mean_kl=nan
+        workloads.context_bins=[512,1024] workloads.load=null workloads.speculation={draft:3} gates.max_mean_kl=nan
         gates.attempt=99 gates.min_recovery=1.5 gates.max_rounds=1000 gates.allow_scale_changes=[anything] backend={}
         tracking.enabled=maybe tracking.uri=ftp://host tracking.uri=file:///tmp/mlruns tracking.experiment=
         tracking.model_name=a/b workdir= workdir=s3://bucket/work

@@ -124,7 +124,7 @@ CASES = [
     *(Case(f"monitor.snapshot: {name}", ("stage=monitor", "monitor.snapshot=s.json"), ("monitor.snapshot=s.json", *expected),
            text_file("s.json", content)) for name, content, expected in SNAPSHOTS),
     Case("a route's name that ends with -previous", ("stage=route", "routing.routes={chat-previous: a}"),
-         ("routing.routes.chat-previous", "must not end with -previous")),
+         ("routing.routes.chat-previous: must not end with -previous",)),
     *(Case(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *expected),
            text_file("m.gguf", content)) for name, content, expected in GGUFS),
     *(Case(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),

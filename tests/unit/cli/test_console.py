@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.cli import console, progress
 from pipeline.cli.console import relative
+from pipeline.cli.grids import Column, Grid
 from pipeline.cli.progress import Phases, describe_task, show_progress
 
 
@@ -125,6 +126,15 @@ def test_an_applications_capture_of_warnings_is_restored(mode: str) -> None:
             assert (warnings.showwarning is captured) == (mode != "json")
         finally:
             logging.captureWarnings(False)
+
+
+def test_brackets_of_paths_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(console, "out", Console(file=stream, width=160, highlight=False, color_system=None))
+    console.result("engine", "engine bundle: /data/run[int8]/w[/int8]")
+    console.show("findings", Grid("fp8 of m: /data/x[/y]", [Column("a")], [["b[c] in a wide column of a table"]]))
+    for text in ("engine bundle: /data/run[int8]/w[/int8]", "fp8 of m: /data/x[/y]", "b[c]"):
+        assert text in stream.getvalue()
 
 
 @pytest.mark.parametrize(

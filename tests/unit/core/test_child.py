@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.child import run_in_child
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError
 from stages.core.records import Progress
 
 
@@ -25,6 +25,10 @@ def refuse(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
 
 def die(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse_to_judge(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
+    raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"])
 
 
 class Odd(Exception):
@@ -41,6 +45,7 @@ def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     [
         (refuse, UserError, r"^model\.path=x: not finite; check the checkpoint$", ""),
         (fail, RuntimeError, "Odd: layers: too few", "in fail"),  # a defect that cannot be pickled keeps its traceback
+        (refuse_to_judge, CannotBeJudged, "^FP16 itself answers none$", ""),
         (die, MissingRequirement, r"die: its process was killed \(SIGKILL\): out of memory", ""),
     ],
 )

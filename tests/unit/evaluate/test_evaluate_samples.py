@@ -15,7 +15,7 @@ from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
-from stages.quantize.calibration import calibration_texts, tokenize
+from stages.quantize.calibration import calibration_texts, texts_from_file, tokenize
 from stages.workloads.config import Workload
 from stages.workloads.generated import WORKLOADS
 from stages.workloads.prompts import all_prompt_ids, render_all
@@ -70,9 +70,9 @@ def test_the_users_samples_are_added_to_the_builtin_samples(tmp_path: Path, monk
         ({**GOOD, "prompt": 3}, "prompt: input should be a valid string"),
         ({"reference": "x"}, "prompt: missing, and so is messages, give exactly one of the two"),
         ({**GOOD, "distractors": ["5"]}, 'distractors: check "exact" does not read them, leave them out or use'),
-        *(({**GOOD, "check": "mention", key: wrong}, 'reference: check "mention" would judge it wrong, give words that')
+        *(({**GOOD, "check": "mention", key: wrong}, 'reference: check "mention" would judge it wrong, give only words')
           for key, wrong in {"reference": "?", "mentions": ["5"], "distractors": ["4"]}.items()),
-        *(({**GOOD, "check": "mention", key: ["!"]}, 'reference: check "mention" would judge it wrong, give words that')
+        *(({**GOOD, "check": "mention", key: ["!"]}, 'reference: check "mention" would judge it wrong, give only words')
           for key in ("mentions", "distractors")),
         ({**GOOD, "check": "json", "reference": "[" * 2000 + "]" * 2000}, 'reference: check "json" would judge it wrong'),
         ({**GOOD, "check": "mention", "distractors": "5"}, "distractors: input should be a valid array, give a list of texts"),
@@ -167,6 +167,12 @@ def texts_of(checkpoint: Path, out: Path, **options: Any) -> list[str]:
     options = {"samples": 5, "workloads": ["prose", "copy"], "jsonl": None, "seed": 0, "progress": no_progress, **options}
     calibration_texts(checkpoint, out, **options)
     return list(json.loads((out / "texts.json").read_text(encoding="utf-8")))
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_calibration_texts(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf"one"\r\n\r\n{"text": "two"}\n')
+    assert texts_from_file(path, 9) == ["one", "two"]
 
 
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:

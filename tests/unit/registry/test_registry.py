@@ -92,6 +92,20 @@ def test_a_champion_competes_only_if_it_passes_on_the_checkpoint(
     assert (move.champion == "fp8k_int4v") is competes
 
 
+def test_a_champion_without_valid_evidence_does_not_stay(registry: MemoryRegistry) -> None:
+    promote(registry, registry.judge("fp8k_int4v", 1000))
+    move = promote(registry, registry.judge("int8", 500), replay=lambda one: [DIFFERS] if one.name == "fp8k_int4v" else [])
+    assert move.champion == "int8"
+    assert "PASS, but it cannot stay the champion: weights: differs" in reasons_against(move.candidates, move)["fp8k_int4v"]
+
+
+def test_a_candidate_that_is_lost_does_not_hinder_another(fp8: Candidate, registry: MemoryRegistry) -> None:
+    lost = changed(registry.judge("int8"), version="9")
+    with pytest.raises(GateRefusal, match="int8 is not promoted: version 9 is not in the registry"):
+        promote(registry, lost, fp8)
+    assert promote(registry, lost, fp8, name="fp8").champion == "fp8"
+
+
 def test_live_tokens_decide_and_then_the_lower_mean_kl(fp8: Candidate) -> None:
     # Exact sink and recent tokens need memory per sequence, which KiB per token does not show.
     def one(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:

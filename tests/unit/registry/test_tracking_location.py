@@ -36,6 +36,12 @@ def test_an_empty_file_or_a_directory_is_no_store(tmp_path: Path) -> None:
         assert location.lock == located(tmp_path / "other", location.uri).lock, "work directories may share a database"
 
 
+@pytest.mark.parametrize("environ", [{}, {ENVIRONMENT: ""}])
+def test_without_a_uri_a_path_that_a_uri_cannot_hold_is_refused(environ: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="MLflow keeps no store in a path with"):
+        locate(Tracking(), tmp_path / "a%20b", "tiny", environ)
+
+
 def test_a_server_keeps_its_artifacts_and_gets_no_bundles(tmp_path: Path) -> None:
     environ = {ENVIRONMENT: "http://server:5000"}
     assert locate(Tracking(uri="https://other"), tmp_path, "tiny", environ).uri == "https://other"
