@@ -140,9 +140,14 @@ def arguments_of(instruction: str) -> list[str]:
     return re.findall(rf"^\s*{instruction} (.*)$", "\n".join(lines).replace("\\\n", " "), re.MULTILINE)
 
 
-def test_dockerfile_passes_hadolint() -> None:
-    hadolint = Path(sys.executable).with_name("hadolint")
-    result = subprocess.run([hadolint, DOCKERFILE], check=False, capture_output=True, text=True)
+WORKFLOWS = [*ROOT.glob(".github/workflows/*.yml"), ROOT / "examples" / "ci" / "github-actions.yml"]
+
+
+# actionlint runs without shellcheck, because not every machine has it, and steps split variables into arguments on purpose.
+@pytest.mark.parametrize(("linter", "arguments"), [("hadolint", [DOCKERFILE]), ("actionlint", ["-shellcheck=", *WORKFLOWS])])
+def test_dockerfile_and_workflows_pass_their_linters(linter: str, arguments: list[str | Path]) -> None:
+    command = [Path(sys.executable).with_name(linter), *arguments]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stdout) == (0, ""), result.stdout + result.stderr
 
 
