@@ -5,7 +5,7 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# `python -m` puts the directory that it is started in first on the import path, and it may be a model's, whose files are data.
-# While it looks for the program, sys.argv[0] is "-m".
+# `python -m` puts the current directory first on the import path. This may be a model's directory, whose files are data, not
+# code. While Python looks for the program, sys.argv[0] is "-m".
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and Path(sys.path[0]) != Path(__file__).parents[1]:
     del sys.path[0]

@@ -1,1 +1,1 @@
-"""GPU plugins: decode attention over a quantized, paged KV cache. Imports nothing else of kvgate."""
+"""GPU plugins: attention over a quantized, paged KV cache. Imports nothing else of kvgate."""

@@ -21,7 +21,7 @@ INTEGRATION = ROOT / "tests" / "integration"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare a process that runs tests. If pytest-xdist runs them in workers, the process that starts them does not."""
+    """Prepare a process that runs tests. The process that starts pytest-xdist's workers runs none, and needs less."""
     os.environ.pop("COLUMNS", None)  # xdist sets it. Without it, tables have the width of output without a terminal.
     # A shell's background job ignores Ctrl-C, and so would every process that the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests on machines without a GPU (REQUIRE_GPU=1 makes them fail instead), and select integration tests.
 
     `make test-long` sets EVERY_POLICY=1 and runs only those tests of tests/integration that are marked `every`, because
-    they have more cases then. `make test` runs the rest. Naming a file does not change this.
+    they have more cases then. `make test` selects every integration test. Naming a file does not change this.
     """
     # Only marks are checked: an item's keywords also contain the names of its folders.
     if STRIDE == 1:
@@ -126,7 +126,7 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(evidence: Path, tmp_path: Path) -> Path:
-    """An engine and its evidence, copied out of the store."""
+    """An engine, its baseline and their evidence, copied out of the store."""
     from helpers.registry.judged_engine import exported
 
     return exported(evidence, tmp_path / "copy", "engine", "baseline")

@@ -60,7 +60,7 @@ class LoadedEngine:
             max_new_tokens: Maximum tokens of an answer.
 
         Raises:
-            UserError: The prompt is invalid, or it exceeds the engine's limit.
+            UserError: The prompt is invalid, or prompt and answer may exceed the model's maximum length.
 
         Example:
             >>> engine.generate("Copy:\\n04 Bergen 14 Tartu", max_new_tokens=16)  # doctest: +SKIP

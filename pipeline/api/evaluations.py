@@ -65,8 +65,8 @@ def evaluate(
 ) -> Evaluation:
     """Judge an engine against the FP16-KV engine: `python -m pipeline stage=evaluate`, in this process.
 
-    Artifacts, gates, tracking and `summary.json` are the same as on the command line, so that a call can continue a command's
-    work, and a command a call's. A verdict of FAIL is returned, not raised.
+    Artifacts, gates, tracking and `summary.json` are the same as on the command line, so calls and commands can continue each
+    other's work. A verdict of FAIL is returned, not raised.
 
     Args:
         model: The directory of a checkpoint, a GGUF file, or an option of `model=`.

@@ -150,7 +150,7 @@ def route(run: Run) -> None:
 
 
 def monitor(run: Run) -> None:
-    """Move routes according to a snapshot of the fleet. Raises GateRefusal if a monitor broke."""
+    """Move routes by a snapshot of the servers. Raises GateRefusal if a route moved back, or could not make a needed move."""
     _say(routing.monitor(run.engines(), run.config.monitor))
 
 

@@ -54,7 +54,7 @@ class EngineSteps(Artifacts):
     finished: list[tuple[str, Artifact]] = field(default_factory=list)
     """Titles and artifacts, made or reused, in order of completion."""
     _watched: dict[Path, tuple[int, ...]] = field(default_factory=dict)
-    """A user's file that artifacts' keys depend on -> its state before it was read."""
+    """A file of the user whose digest is in an artifact's key -> its state before it was read."""
 
     def digest_of(self, path: Path) -> str:
         self.watch(path)
@@ -115,7 +115,7 @@ class EngineSteps(Artifacts):
         inputs = {"checkpoint": self.checkpoint_digest}
         config: dict[str, Any] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": self.config.seed}
         if options.file is not None:
-            inputs["jsonl"] = self.digest_of(options.file)
+            inputs["jsonl"], config["jsonl"] = self.digest_of(options.file), options.file.name
         with self.making(Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)) as entry:
             if entry.artifact is None:
                 from stages.quantize.calibration import calibration_texts
@@ -193,7 +193,7 @@ class EngineSteps(Artifacts):
 
     @property
     def _quantizing(self) -> dict[str, Any]:
-        """The options of ModelOpt's quantization of weights, which are arguments of its functions."""
+        """The options for quantizing weights, as keyword arguments of `quantize_weights` and `export`."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
         return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 

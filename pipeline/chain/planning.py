@@ -48,9 +48,9 @@ TUNED = "tuned"
 
 
 def show_capacity(run: Run) -> None:
-    """Print the memory's capacity under the policies that the backend serves, and write it for every policy.
+    """Print the memory's capacity under the policies that the backend serves, and write capacity.json with all policies.
 
-    The policies are those of conf/kv and `kv=`. Pages are freed as the backend frees them.
+    All policies are the policies of conf/kv and `kv=`. The counts assume that pages are freed as the backend frees them.
     """
     config = run.config
     capacity = _capacity(config, [])
@@ -142,7 +142,7 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
-    """Return the digests by name that an identity of this model must bind, and notes; no digests if the weights are missing."""
+    """Return the digests, by name, that evidence about this model must cite, and notes; no digests if weights are missing."""
     path = locate_checkpoint(config.model.path)
     if path.is_file():
         return {"gguf": file_digest(path)}, []
@@ -154,9 +154,9 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
 
 
 def _read_judged(config: Config, model: KVShape, files: dict[str, str], directory: Path) -> Judged | None:
-    """Return an evaluation, replayed without an engine and judged again by the present gates.
+    """Return an evaluation whose record was checked without an engine, and decided again by the configured gates.
 
-    None for an evaluation of another model, or with evidence that cannot be read.
+    None if it is of another model, or its evidence cannot be read. Other problems are in its `problem`.
     """
     try:
         evidence = read_evidence(directory)

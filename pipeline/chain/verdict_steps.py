@@ -5,6 +5,7 @@ import platform
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.chain.engine_steps import EngineSteps, weight_bytes
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 MEASURED_ONCE = frozenset({"stress_test", "load"})
-"""Keys of `workloads` on which no round depends, so that new values repeat no round."""
+"""Keys of `workloads` that do not affect a round: if they change, the measured rounds are reused."""
 
 
 @dataclass
@@ -164,8 +165,10 @@ class VerdictSteps:
     def recipe(
         self, stage: str, module: str, inputs: Mapping[str, Artifact], *, exclude: Set[str] = frozenset(), **config: object
     ) -> Recipe:
-        """Return the recipe of an artifact of a module of `stages.evaluate`, without the keys `exclude` of workloads."""
+        """Return the recipe of an artifact that a module of `stages.evaluate` makes. `exclude`: keys of `workloads` to omit."""
         backend, workloads = self.chain.backend, self.config.workloads.model_dump(exclude=set(exclude))
+        # Samples without an id are named after the user's file, whose digest is among the inputs. Its folder does not matter.
+        workloads |= {key: Path(path).name for key in ("jsonl", "documents") if (path := workloads.get(key)) is not None}
         digests = {name: artifact.digest for name, artifact in inputs.items()} | self._given_digests
         # Some workloads quote the documentation of the Python that runs.
         parts = {"workloads": workloads, "python": platform.python_version(), **backend.run_parts(), **config}
@@ -222,7 +225,7 @@ class VerdictSteps:
         return None if self.config.workloads.is_quick_check else too_few(self.samples, self.config.gates)
 
     def note_length(self, encoded: Sequence["EncodedSample"]) -> None:
-        """Warn early that a promotion will refuse the engine if it allows longer sequences than the samples have."""
+        """Warn early if the engine allows longer sequences than the samples have: a promotion will refuse it."""
         backend, room = self.config.backend, self.config.workloads.extra_new_tokens
         longest = max(len(item.prompt) + len(item.reference) for item in encoded) + room
         judged = whole_pages(longest)
@@ -294,9 +297,9 @@ class EnginePair:
         bundle = chain.bundle(self.policy, chain.reference_config)
         torch_engine = TorchBackend(chain.reference_config).load_reference(bundle.path, self.steps.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
-        # The reference engine rounds the inputs of quantized layers only to INT8 per token, never to another type. If an engine
-        # rounds queries to 8-bit blocks, a query may get the neighbouring code, as a cached key may. Cached codes can be read
-        # and allowed for, but no engine exposes the codes of queries.
+        # Two differences are by design, so that rounding is no bound: 1. Inputs of linear layers are quantized to a type other
+        # than INT8 per token, which the reference engine does not reproduce. 2. Queries are rounded to 8-bit blocks: a query
+        # may get the neighbouring code, as a cached key may, but engines do not expose the codes of queries.
         by_design = (quantized is not None and quantized.inputs == "other") or (
             torch_engine.rounds_queries and not backend.measures_rounding
         )

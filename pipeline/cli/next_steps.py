@@ -118,7 +118,7 @@ SERVING = {
 def serving(engine: Path, backend: BackendConfig | None = None) -> str:
     """Return the command that serves an engine, or the Python call that loads it.
 
-    `backend` is the configuration that judged it, if known: its Python's folder goes first on PATH.
+    `backend` is the configuration that judged the engine, if known; the folder of its Python is put first on PATH.
     """
     command = next((command for file, command in SERVING.items() if (engine / file).is_file()), None)
     python = backend.python if isinstance(backend, InterpreterConfig) else None
@@ -196,7 +196,7 @@ def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep:
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
-    """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
+    """Return a step that asks enough questions to decide, a finer policy, or the reason why no number would decide."""
     needed: dict[str, int] = {}
     for name, count in (item for candidate in undecided for item in candidate.samples_needed.items()):
         needed[name] = max(count, needed.get(name, 0))
@@ -204,7 +204,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     headings = dict.fromkeys(check.gate.heading[0].lower() + check.gate.heading[1:] for check in open_checks)
     state = f"{', '.join(candidate.name for candidate in undecided)}: undecided: {', '.join(headings)}"
     following = config.gates.next_attempt
-    # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
+    # The next attempt has a smaller alpha, and the questions needed grow with its logarithm. Default: twice.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
     factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
     questions = config.workloads.asking_more(needed, factor)
@@ -226,7 +226,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
 
 
 def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
-    """Return a step that judges the next policy with more bytes than all judged ones; if there is none, a search by layer."""
+    """Return a step that judges the next policy with more bytes than every judged policy, or else searches formats by layer."""
     shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
     largest = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
     ladder = load_policies("kv", config.backend.finer)
@@ -234,6 +234,6 @@ def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str
     if finer is None:
         return NextStep("no finer uniform policy is left: search formats by layer and side", stage_command(config, "tune"))
     still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
-    # The attempts so far were attempts of another candidate.
+    # The earlier attempts judged other candidates, so counting starts again.
     attempt = ["gates.attempt=1"] if config.gates.attempt > 1 else []
     return NextStep(f"judge {finer.name}, which keeps more", command_line(base, f"kv={finer.name}", *attempt, sweep=still))

@@ -41,7 +41,7 @@ class Phases(ProgressColumn):
         self.bars = Bars(self, BarColumn(20), console=terminal, transient=True, disable=terminal is None, get_time=clock)
         self.bars.add_task("", total=None)
         (self.task,) = self.bars.tasks
-        """The current task. Before the first call and between two files, this is a task without a label."""
+        """The current task. Before the first label, and after an empty one, this is a task without a label."""
         self._tasks = {"": self.task}
 
     def update(self, label: str, done: int, total: int) -> None:
@@ -63,8 +63,8 @@ class Phases(ProgressColumn):
 def describe_task(task: Task) -> tuple[str, dict[str, object]]:
     """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
 
-    The rate is the mean without units from before a resumption. rich's own rate covers only the last 30 seconds, which is
-    useless for slow steps.
+    The rate is the mean over the task; units done before a resumption do not count. rich's own rate covers only the last 30
+    seconds, which is useless for slow steps.
     """
     seconds = task.elapsed or 0.0
     if task.total is None:
@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def _repeated(say: Callable[[], None]) -> Iterator[None]:
-    """Call `say` every LINE_SECONDS while the block runs, even without progress."""
+    """Call `say` after FIRST_SECONDS, then every LINE_SECONDS, while the block runs, even without progress."""
     over = threading.Event()
 
     def repeat() -> None:

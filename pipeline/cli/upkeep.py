@@ -1,8 +1,8 @@
-"""Upkeep of a work directory: `stage=status` shows what serves, was judged and lies on disk; `stage=prune` removes artifacts.
+"""Upkeep of a work directory. `stage=status` shows champions, judged candidates and artifacts; `stage=prune` removes artifacts.
 
 An artifact is removed or kept as a whole, because verification needs all of its files. Nothing is removed while another process
-uses the store (`pipeline.store.store.used` and `alone`). A removal first makes an artifact unfinished work, which every later
-command removes. So a killed removal leaves only whole artifacts.
+uses the store (`pipeline.store.store.used` and `alone`). A removal first moves an artifact to the unfinished work, which the
+next command that makes artifacts removes. So a killed removal leaves only whole artifacts.
 """
 
 import os
@@ -122,7 +122,7 @@ class PrunePlan:
     freed_bytes: int
     """Bytes freed by the removal. Files that a kept artifact still links to are not counted."""
     kept: dict[str, int]
-    """User -> number of kept pieces. A piece with several users counts only for the first."""
+    """Reason to keep (such as `champion of MODEL`) -> number of pieces. A piece with several reasons counts for the first."""
     unpromotable: tuple[str, ...]
     """Registered versions whose evidence is removed."""
 

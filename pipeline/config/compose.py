@@ -119,7 +119,7 @@ class Plan:
     def refusal(self, judged: Sequence[tuple[str, Status, Sequence[Check]]]) -> str | None:
         """Return why the command must not exit with 0, given (name, verdict, checks) per job; None if a verdict is accepted.
 
-        A quick check never passes, so INCONCLUSIVE is enough.
+        Also None without verdicts. A quick check never passes, so INCONCLUSIVE is accepted.
         """
         accepted = {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_quick_check for job in self.jobs) else {"PASS"}
         if not judged or not accepted.isdisjoint(verdict for _, verdict, _ in judged):
@@ -130,7 +130,7 @@ class Plan:
 def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path] = ()) -> Plan:
     """Compose and validate the configurations of all jobs before the first job runs. Raises UserError with all problems.
 
-    `folders` have options of the user's own, as `--config-dir` names them.
+    `folders` are the folders of `--config-dir`, with the user's own options.
     """
     places = searching(folders)
     for override in overrides:
@@ -201,7 +201,7 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _parse(overrides: Sequence[str], places: list[str], parser: OverridesParser) -> tuple[list[Override], list[str]]:
-    """Return the overrides in `places` and the sound `overrides`, and a line for each problem of the others."""
+    """Return the overrides in `places` and the valid `overrides`, and one line for each invalid override."""
     parsed = parser.parse_overrides([_added(readable(override, parser)) for override in overrides])
     checked = [(override, problem_of(override, lambda key: _options(key, places))) for override in parsed]
     sound = [override for override, problem in checked if problem is None]
@@ -334,6 +334,8 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
                 raise UserError(f"{as_typed(str(o.input_line))}: {error}; list the values to sweep") from None
         else:
             choices[key] = [f"{key}={o.get_value_element_as_str()}"]
+        if len(set(choices[key])) < len(choices[key]):  # candidates are told apart by their names
+            raise UserError(f"{as_typed(str(o.input_line))}: lists a value twice; leave one out")
         if not choices[key]:
             raise UserError(f"{as_typed(str(o.input_line))}: there is no such option; list the values to sweep")
     if prod(map(len, choices.values())) > MAX_JOBS:

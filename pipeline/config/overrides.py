@@ -53,7 +53,7 @@ LOGS = "sweep/.submitit"
 """Folder inside the work directory for the output of submitit's jobs."""
 FILE = re.compile(r"/|\.(jsonl|gguf)$")
 FILE_KEYS = {"model": "model.path=", "workloads": "workloads=jsonl workloads.jsonl=", "calibration": "calibration.jsonl="}
-"""Group -> the argument that takes a path of the user's own in place of the group's options."""
+"""Group -> the argument for a path, which is suggested if a path is given instead of an option."""
 PROMPT_LOOKUP = "workloads.speculation"
 """The only key that may be an empty dict: it enables prompt lookup."""
 
@@ -89,7 +89,7 @@ def readable(argument: str, parser: OverridesParser) -> str:
 
 
 def refuse_contradictions(arguments: Sequence[str]) -> None:
-    """Raise UserError if a command line gives a key two values, of which Hydra would silently take the last."""
+    """Raise UserError if a command line gives a key two different values. Hydra would silently use the last value."""
     first: dict[str, str] = {}
     for argument in arguments:
         earlier = first.setdefault(key_of(argument), argument)
@@ -112,7 +112,7 @@ def as_text(argument: str) -> str:
 
 
 def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
-    """Return the problem of an option that does not exist, or of an override without effect or with a misleading meaning."""
+    """Return the problem of an override: an unknown option, no effect, or a misleading meaning; None if there is no problem."""
     key, line = override.key_or_group, redact_text(as_typed(str(override.input_line)))
     if is_hydras(key):
         return _hydra_problem(override, line)

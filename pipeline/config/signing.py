@@ -25,7 +25,7 @@ class SigningConfig(StrictModel):
     key: str | None = None
     """File of the private key that signs evaluations; null: no signatures."""
     trusted: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Files of public keys. If any, promotions, rollbacks, stage=verify and champion() require a signature by a listed key."""
+    """Files of public keys. If given, promotions, rollbacks, routes, stage=verify and champion() require a signature by one."""
 
     def check(self) -> None:
         """Open all keys. Raises UserError if a file is not a valid key."""
@@ -35,7 +35,7 @@ class SigningConfig(StrictModel):
 
     @property
     def signer(self) -> str | None:
-        """sha256 of the public key's file, by which a signature names its key; None if no key is configured."""
+        """sha256 of the public key in PEM, which identifies the key in a signature; None if no key is configured."""
         if self.key is None:
             return None
         _open("key", self.key)

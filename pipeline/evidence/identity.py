@@ -144,7 +144,7 @@ class Identity(Lineage, extra="forbid"):
     gates: Thresholds
     verdict: Verdict  # type: ignore[assignment]  # the lineage does not depend on its form
     signer: str | None = None
-    """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
+    """sha256 of the signer's public key in PEM; null if the identity is not signed."""
 
     @property
     def kv(self) -> KVPolicy:

@@ -8,7 +8,7 @@ A version or a candidate needs the artifacts of the identity that it cites. The 
 |---|---|
 | champion, previous, routes | inputs of a promotion, a replay and a rollback: both engines, report, identity |
 | candidates of the last sweeps | their whole chain: a next evaluation may reuse builds and measurements |
-| an unfinished sweep | every artifact made since the sweep began, because no identity names it yet |
+| unfinished sweeps among the last | every artifact made since the first of these began, because no identity names it yet |
 
 Single evaluations are counted separately from sweeps, with the same limit.
 Unfinished work of an interrupted evaluation or search stays for thirty days, the limit of the store.
@@ -122,7 +122,7 @@ class Inventory:
 
 
 def take_inventory(config: Config) -> Inventory:
-    """Read a work directory and the tracking store. Nothing is written or made."""
+    """Read a work directory and the tracking store. Opening a moved store corrects its addresses; nothing else is written."""
     inventory, last = Inventory(walk(config.artifacts)), ""
     for piece in inventory.pieces:
         if piece.kind == "identity":
@@ -145,7 +145,7 @@ def take_inventory(config: Config) -> Inventory:
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
-    """Return the last sweeps up to the `number`-th with candidates, and the last single evaluations likewise."""
+    """Return the last sweeps, up to the `number`-th that has candidates, and the last single evaluations by the same rule."""
     counts = Counter[bool]()
     chosen = []
     for sweep in sweeps:

@@ -82,10 +82,10 @@ def registered_engine(
 ) -> RegisteredEngine:
     """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
 
-    `directories` are the store's identities. The verdict is decided again by `gates`; None takes the recorded one.
+    `directories` are the store's identities. The verdict is decided again by `gates`; None keeps the recorded verdict.
 
     Raises:
-        GateRefusal: the evidence is missing or unreadable, or other rules decided.
+        GateRefusal: the evidence is missing or unreadable, or another version of the gates' rules decided it.
     """
     evidence = registered_evidence(directories, version)
     candidate, report = evidence.candidate(version.tags.get("kv", evidence.identity.policy)), evidence.report
@@ -121,9 +121,9 @@ def replay_record(evidence: Evidence) -> list[Finding]:
 
 
 def _check_seal(directory: Path) -> list[Finding]:
-    """Check the identity's own digest against its manifest.
+    """Compare the digest of identity.json with the manifest of its artifact.
 
-    A copy outside a store has no manifest. Its digest is printed, for comparison with the registry.
+    A copy outside a store has no manifest. The finding contains the digest, for comparison with the registry.
     """
     digest = file_digest(directory / IDENTITY_FILE)
     if (directory / MANIFEST).is_file():
@@ -188,10 +188,9 @@ def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -
 
 
 def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
-    """Return the configuration of the samples.
+    """Return the configuration of the samples, with the path of the evidence's copy of the user's samples or texts.
 
-    The path of the user's samples or texts is the copy in the evidence, which may be missing. Raises UserError if the
-    configuration is unreadable, or if the copy is a link or another file.
+    The copy may be missing. Raises UserError if the configuration is unreadable, or if the copy is a link or another file.
     """
     identity, link = evidence.identity, evidence.identity.link("evaluation")
     try:

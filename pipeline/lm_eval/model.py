@@ -39,7 +39,7 @@ from stages.workloads.prompts import token_ids
 from stages.workloads.rendering import rendered
 
 TAIL_MARGIN = 8
-"""Tokens, beyond a stop string's bytes, at the end of an answer that are searched for the stop string."""
+"""Additional tokens at an answer's end to search for a stop string, which itself has at most one token per byte."""
 MAX_PATH = 4095
 """Maximum characters of a path on Linux."""
 
@@ -255,7 +255,7 @@ def _finite(logits: Any) -> Any:
 def _at_least(minimum: int, name: str, value: int | str) -> int:
     try:
         number = int(value)
-    except ValueError:
+    except (TypeError, ValueError):
         number = 0
     if number < minimum:
         raise UserError(f"{name}={value}: must be a whole number, {minimum} or more")

@@ -148,7 +148,7 @@ class MlflowStore(RegistryReader):
     def __init__(self, location: Location) -> None:
         """Open the store; create its experiment and registered model if missing; close runs of dead processes.
 
-        Raises as `RegistryReader` does; UserError also if the store is a copy.
+        Raises as `RegistryReader` does; UserError also for a copy of a store, moved files or a deleted experiment.
         """
         self.lock = location.lock
         try:
@@ -306,7 +306,7 @@ class MlflowStore(RegistryReader):
         return version.number, version.model_id
 
     def _nominate(self, candidate: Candidate, version: str) -> None:
-        """Set the alias `candidate` to the version unless it failed. If it failed, remove the alias from the same engine."""
+        """Set the alias `candidate` to a version unless it failed; after a FAIL, remove the alias from the same engine."""
         if candidate.verdict != "FAIL":
             self.set_alias("candidate", version)
             return

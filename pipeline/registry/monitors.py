@@ -1,4 +1,4 @@
-"""The snapshot of a fleet, and what its monitors read.
+"""The snapshot of the servers' counts, and the readings of the monitors.
 
 A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at MONITOR_ALPHA).
 It is **broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
@@ -19,7 +19,7 @@ MAX_BYTES = 1_000_000
 MAX_AGE_S = 900
 """Maximum seconds between now and `taken_at` of a snapshot."""
 MONITOR_ALPHA = 0.001
-"""One-sided error per monitor and snapshot: how often a class that is exactly at a limit counts as broken."""
+"""One-sided error per monitor and snapshot: the maximum probability that a class exactly at its limit counts as broken."""
 
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]

@@ -1,7 +1,7 @@
 """Moves of the aliases that servers read: `champion` with `previous`, and `route-CLASS` with `route-CLASS-previous`.
 
-A command decides on its first read of the registry. If an alias was moved meanwhile, the command moves nothing. Tags are
-written first, a new previous alias before the serving one, so that a killed command can be repeated or undone.
+A command decides on its first read of the registry. If an alias was moved meanwhile, the command moves nothing. A move writes
+its tags, then a new previous alias, then the serving alias, so that a killed command can be repeated or undone.
 
 MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
 work directory (with a server), but no other hosts.

@@ -2,8 +2,8 @@
 
 The aliases are `candidate` (the last registered version that did not fail; removed if the same engine then fails), `champion`
 (the version that serves) and `previous` (the version that the champion replaced). Evidence is found by the digest that the
-registry cites. Before a promotion it is replayed, and the gates decide again: those of the command, or for a rollback those
-that judged it.
+registry cites. Before a promotion or a rollback, the evidence is replayed and the gates decide again: the command's gates for a
+promotion, the recorded gates for a rollback.
 
 A promotion tags the version with its author, the time and the replaced version. A rollback makes `previous` the champion and
 removes `previous`, so a second rollback (two people, a CI retry) is an error and does not bring the bad engine back. A version
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
-"""Tags of a version: author and time of the moves of the champion alias to the version or away."""
+"""Tags of a version: who promoted it, when, and over which version; who rolled it back, and when."""
 TESTED_TOKENS = "quality/covered_tokens"
 """Metric: the longest context that the evaluation tested, in tokens."""
 MIN_TESTED_SHARE = 0.5
-"""A candidate must be tested on this share of the champion's longest context. It is below 1 because two evaluations rarely ask
-questions of exactly the same lengths."""
+"""Minimum tested context, as a share of the champion's, of a candidate that is chosen without its name. The share is below 1
+because two evaluations rarely ask questions of exactly the same lengths."""
 
 
 def author(environ: Mapping[str, str] = os.environ) -> str:
@@ -74,7 +74,7 @@ class PromotionMove:
 
 
 def live_tokens(candidate: Candidate) -> float:
-    """Return the live tokens that fit the memory budget (`max_live_tokens`), by which servers admit requests."""
+    """Return the number of live tokens that fit the memory budget, up to which servers admit requests; -inf if unknown."""
     return candidate.metrics.get("memory/max_live_tokens", -math.inf)
 
 
@@ -111,7 +111,7 @@ class RegisteredEngine:
     """A registered engine with its evidence, which was read from this machine once."""
 
     candidate: Candidate
-    """Its verdict was decided again by the gates of the command."""
+    """The engine with its verdict: decided again by the command's gates, or as recorded (for a rollback)."""
     beyond: str | None
     """How the engine's bundle exceeds the limits that the verdict covers; None if it stays within them."""
     policy: KVPolicy

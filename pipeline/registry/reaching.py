@@ -19,7 +19,7 @@ DRIVERS = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQL
 MLFLOWS = ("alembic_version", "experiments", "registered_models")
 """Tables of MLflow; an interrupted first command may have created only some."""
 HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
-"""Codes of MLflow's errors that callers handle as answers."""
+"""Codes of MLflow's errors that are raised unchanged, because callers handle them."""
 BAD_INPUT = {
     "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN": (
         "UNAUTHENTICATED",
@@ -89,7 +89,10 @@ def _driver_line(error: Exception) -> str:
 
 
 def check_reachable(location: Location) -> None:
-    """Refuse a database that cannot be opened; raises as `reached` does. Servers are left to MLflow's client, which is fast."""
+    """Refuse a database that cannot be opened, or is another program's. Servers are not checked: MLflow's client fails fast.
+
+    Raises as `reached` does.
+    """
     if location.served:
         return
     with reached(location):

@@ -1,4 +1,4 @@
-"""stage=route and stage=monitor: which engine serves each class of work. Each function yields the lines that it prints.
+"""stage=route and stage=monitor: which engine serves each workload. `route`, `roll_back` and `monitor` yield lines to print.
 
 Under memory pressure a class moves to the next smaller engine. Old values lose precision first and keys last: keys decide where
 attention looks, while values are averaged, which reduces their error. The candidates hold more live tokens than the present
@@ -173,11 +173,11 @@ def roll_back(engines: Engines, workload: str) -> Iterator[str]:
 
 
 def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
-    """Move routes according to a snapshot of the fleet: back if a monitor broke, down if memory is short.
+    """Move routes by a snapshot of the servers: back if quality, or latency alone, is broken; down if memory is broken.
 
     Raises:
         UserError: the snapshot is unusable, or names a class without a route or an unknown version.
-        GateRefusal: a monitor broke, or memory is short and no smaller engine is proven.
+        GateRefusal: a route moved back, or a broken monitor requires a move that is not possible.
     """
     snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
     _check_classes(engines.model, snapshot, where)

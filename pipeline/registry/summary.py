@@ -1,7 +1,8 @@
 """`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
 
-Only evaluations have summaries. `summary.json` is a copy of the last one. A sweep writes only to its own summary, so
-concurrent commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
+Only evaluations have summaries. `summary.json` is a copy of the last written summary; commands that do not judge change only
+this copy. A sweep adds candidates only to its own summary, so concurrent commands lose no candidate. A promotion uses a summary
+only to know which candidates to consider.
 """
 
 import os
@@ -156,8 +157,8 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1) -> Summary:
     """Record the exit code of a job. A sweep's exit code is the worst exit code of its jobs.
 
-    Without a sweep, the job worked on the candidates of the last sweep, and its exit code replaces that sweep's. If a cluster
-    ran a job twice, only the last exit code counts.
+    Without a sweep (the stage does not judge), the exit code replaces `exit_code` in `summary.json`, if this file exists. If a
+    cluster ran a job twice, only the last exit code counts.
     """
     if sweep is None:
         return note(workdir, None, exit_code=exit_code) if (workdir / FILE).exists() else load(workdir)

@@ -47,7 +47,7 @@ class Location:
 
     @property
     def exists(self) -> bool:
-        """Whether there may be a store: false if its SQLite file is missing or empty. Opening refuses a directory."""
+        """Whether a store may exist: false if its SQLite file is missing or empty. Opening reports a directory as an error."""
         return self.file is None or self.file.is_dir() or (self.file.is_file() and self.file.stat().st_size > 0)
 
     @property
@@ -89,7 +89,7 @@ class Version:
 
     @property
     def model_id(self) -> str:
-        """Id of the logged model: SQL stores keep no such field, but the id is a folder of the address."""
+        """Id of the logged model, taken from the address of its files, because SQL stores do not keep the id."""
         return self.source.rstrip("/").split("/")[-2] if "/" in self.source.rstrip("/") else ""
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
 
 
 def _names_a_place(uri: str) -> bool:
-    """Return whether a URI has a file, or a host with a valid port."""
+    """Return whether a URI names a SQLite file, an HTTP host with a valid port, or any other database."""
     scheme, _, rest = uri.partition("://")
     if not rest or not uri.isprintable():
         return False

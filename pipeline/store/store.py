@@ -137,7 +137,7 @@ class Store:
 def used(root: Path, *, make: bool) -> Iterator[None]:
     """Prevent the removal of a store's artifacts while the block runs; waits for a removal in progress.
 
-    If `make` is false, a store that is missing or read-only for this user is not modified.
+    If `make` is false, a store that is missing or read-only for this user is neither modified nor protected.
     """
     lock, folder = root / USE_LOCK, root / USERS
     if not make and not (lock.is_file() and os.access(folder if folder.is_dir() else root, os.W_OK)):
@@ -156,9 +156,12 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 
 @contextmanager
 def alone(root: Path) -> Iterator[list[str]]:
-    """Prevent commands from starting to use a store while the block runs. Yields descriptions of its present users."""
+    """Prevent commands from starting to use a store while the block runs. Yields descriptions of its present users.
+
+    The block must do nothing if there are users: one may hold the lock itself.
+    """
     with locked_at_once(root / USE_LOCK) as free:
-        yield _users(root) if free else ["a command that just begins"]
+        yield _users(root) if free else ["another process that holds the lock"]
 
 
 def _users(root: Path) -> list[str]:

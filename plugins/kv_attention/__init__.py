@@ -1,1 +1,1 @@
-"""Decode attention over a paged, quantized KV cache: page layout, plain torch reference, Triton kernels, TensorRT plugin."""
+"""Attention over a paged, quantized KV cache: page layout, Triton kernels, their launches on torch, and TensorRT plugins."""

@@ -64,7 +64,7 @@ def check_launch(
 
 
 def check(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
-    """Check types and dimensions of tensors. All but the new tokens must be contiguous, and pools must be aligned."""
+    """Check types, dimensions and devices. All but queries, new keys and new values must be contiguous, and pools aligned."""
     sizes: dict[str, int] = {}
     device = next(iter(tensors.values())).device
     for name, (types, dims) in specs.items():

@@ -50,7 +50,7 @@ class DecodePlan(NamedTuple):
 
 
 def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
-    """Return K, the number of programs per KV head such that the programs of all heads run at once.
+    """Return K, the largest number of programs per KV head that run at once for all heads, at most one per page.
 
     The number is rounded down, because a few more programs would run afterwards and double the time. It depends on shapes only,
     so that a CUDA graph can capture the launch. `resident`: programs that one SM runs at once.
@@ -205,7 +205,7 @@ def append(
     """Quantize one new token of every row into the caches of L layers. Rows are sequences, or tokens of sequences.
 
     Token b is written at position lengths[b], for which the page table must have a page; a negative position is skipped. The
-    lengths are not changed. No two rows may write to the same page and row, nor to the same exact slot.
+    lengths are not changed. No two rows may write to the same position of a page, nor to the same exact slot.
 
     Args:
         layout: Format of the cache.

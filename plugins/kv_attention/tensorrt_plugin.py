@@ -64,7 +64,7 @@ def output_descriptors(call: Call) -> Any:
 
 
 def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:
-    """Return the only combination of types and formats: the layout's types, all linear."""
+    """Return the only combination of types and formats: the types of the given tensors, all linear."""
     types = [tensor.dtype.name for tensor in (*call.tensors.values(), *outputs)]
     return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
 
@@ -95,7 +95,7 @@ def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
 
 
 def _tensor_name(name: str) -> str:
-    """Return the kernel's parameter name for a tensor. Static and dynamic scales have the same parameter name."""
+    """Return the name that a tensor and its kernel parameter share. Static, dynamic and block scales have the same name."""
     return name.removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
 
 

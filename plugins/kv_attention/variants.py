@@ -252,7 +252,7 @@ def _scale_kind(side: SideLayout, dynamic: str) -> str:
 
 
 def _query_terms(key: SideLayout, query_dtype: str, sm: int | None) -> int:
-    """Return the number of terms of a query whose type is that of decoded keys, such that no bits of the query are lost."""
+    """Return the number of terms, of the type of decoded keys, that hold a query: 2 if it has more bits than one term."""
     if key.dtype == "bf16" and sm is None:
         return 1
     query_bits = {"bfloat16": 8, "float16": 11, "float32": 24}[query_dtype]
@@ -293,7 +293,7 @@ Below sm_90 it is half of this, because every warp holds the queries in register
 """
 
 QUERY_NUMBERS = 8192
-"""Maximum numbers in the queries of a block of 64 rows, all terms: 16 KB of shared memory in addition to two tiles.
+"""Maximum numbers in a block's queries, all terms; half of this below sm_90. 16 KB of shared memory in addition to two tiles.
 
 8 warps hold the same number of sums in 32 registers a thread.
 """
@@ -306,7 +306,7 @@ def context_variant(setting: Setting) -> Variant:
     """Return the variant of context_partial."""
     decode, layout, sm = decode_variant(setting), setting.layout, setting.sm
     dim, terms = layout.head_dim, decode.constants["PARTS"]
-    # With float32, sinks, recent and new tokens need more registers: they are as wide as the queries, and split into terms.
+    # With float32, new tokens need more registers: they are as wide as the queries, and split into terms.
     numbers = dim * (4 if setting.dtype == "float32" else terms)
     widest = MAX_BLOCK_ROWS if sm is None or sm >= WGMMA_SM else MAX_BLOCK_ROWS // 2
     columns = (
@@ -315,7 +315,7 @@ def context_variant(setting: Setting) -> Variant:
         else max(MIN_BLOCK_ROWS, min(widest, QUERY_NUMBERS * widest // MAX_BLOCK_ROWS // numbers))
     )
     wide = any(side.dtype in WIDE_DTYPES for side in (layout.key, layout.value))
-    # The largest tiles leave no shared memory for a second one.
+    # The largest tiles leave no shared memory for a second tile.
     stages = 1 if wide and dim == 256 else STAGES
     tile = 16 if wide or dim == 256 else 32
     constants = {name: value for name, value in decode.constants.items() if name != "PDL"} | {

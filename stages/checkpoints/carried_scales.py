@@ -32,7 +32,7 @@ class ScaleTensor:
     within: str
     """Name within the layer."""
     letter: str
-    """k, v or kv, as in the end of the name."""
+    """k, v or kv, as in the last part of the name, or in `k_proj.output_scale`."""
     values: tuple[float, ...]
 
     @property

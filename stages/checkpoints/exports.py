@@ -9,7 +9,7 @@ from stages.policies.policy import KVPolicy
 
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
-"""Cache algorithms that each export can declare: one for all keys and values, with a scale per layer."""
+"""Cache algorithms that each export can declare. The declared one applies to all keys and values, with scales by layer."""
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:

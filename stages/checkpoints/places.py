@@ -42,7 +42,7 @@ def locate_checkpoint(path: str) -> Path:
             )
         return local
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
-    if ".." in PurePath(folder).parts:
+    if ".." in PurePath(folder).parts or PurePath(folder).is_absolute():
         raise UserError(f"model.path={short(path)}: points outside its package; give a checkpoint's directory")
     if module == SHIPPED:
         return Path(__file__).parents[2].joinpath(*SHIPPED.split("."), folder)

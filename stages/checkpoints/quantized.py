@@ -67,7 +67,7 @@ GROUP_VALUES: Allowed = {
     "weights.dynamic": (None, False),
     "weights.actorder": (None, "static", "weight"),
 }
-"""Supported values in a group of compressed-tensors."""
+"""Setting in a group of compressed-tensors' config_groups -> its supported values."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Quantized:
     def plain_tensors(self, shapes: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Iterator[tuple[str, str, Shape]]:
         """Yield, for each tensor on disk, its name, the name of the weight and the shape of the weight.
 
-        Scales are left out. If a tensor's shape cannot hold the expected weight, the tensor's own shape is yielded.
+        Scales, zero points and other parameters are left out. If a tensor cannot hold the expected weight, its own shape is
+        yielded.
         """
         for name, shape in shapes.items():
             layer, _, part = name.rpartition(".")

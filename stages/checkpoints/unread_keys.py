@@ -60,7 +60,7 @@ def refuse_misspelled(path: Path, config: dict[str, Any], optional: Set[str]) ->
 
 
 def refuse_unread_keys(path: Path, config: dict[str, Any], loaded: Any, tensors: Iterable[str]) -> None:
-    """Raise UserError for keys of other families that would change the computation.
+    """Raise UserError for other families' keys that would change the computation, unless a similar known key has the value.
 
     Args:
         path: Directory of the checkpoint, for errors.

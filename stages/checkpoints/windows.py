@@ -43,12 +43,13 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
 
 
 def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> list[str]:
-    """Return the layer types that transformers uses. Some families ignore layer_types; some need use_sliding_window."""
+    """Return the layer types that transformers uses. Raises UserError if layer_types contradicts the key that decides them."""
     layer_types, window, family = config.get("layer_types"), config.get("sliding_window"), FAMILIES.get(kind)
     if layer_types is not None:
         _check_layer_types(path, layer_types, kind, layers)
     if family is None:
-        return layer_types or _types_by_rule(layers, None if window is None else _unlisted_family_rule(path, config, kind))
+        unused = window is None or config.get("use_sliding_window") is False
+        return layer_types or _types_by_rule(layers, None if unused else _unlisted_family_rule(path, config, kind))
     uses = config.get("use_sliding_window")
     if family.uses_flag and uses not in (None, True, False):
         raise wrong_value(path, config, "use_sliding_window", "true or false")

@@ -32,7 +32,7 @@ class Artifact:
     """The values whose digest is the key (`Recipe.parts`)."""
     reused: bool = False
     seconds: float = 0.0
-    """Time that making the artifact took, also if it is reused."""
+    """Seconds that making the artifact took, even if this command only reused the artifact."""
 
     def digest_under(self, folder: str) -> str:
         return files_digest(self.files, folder)

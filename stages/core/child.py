@@ -33,7 +33,7 @@ def run_in_child(function: Callable[..., None], *paths: Path, progress: Progress
     The child starts with an empty `__main__`, because the caller's may be a script that calls kvgate. Its output goes to
     stderr, because stdout is for results. Signals to the caller's process group do not reach the child.
 
-    Raises MissingRequirement if the child is killed.
+    Raises MissingRequirement if the child is killed, RuntimeError if it exits early.
     """
     reading, writing = os.pipe()
     begin = f"import sys; sys.path[:] = {sys.path!r}; from stages.core.child import main"
@@ -67,7 +67,7 @@ def run_in_child(function: Callable[..., None], *paths: Path, progress: Progress
 
 
 def main(writing: int, parent: int) -> None:
-    """Run in the child: read a call from stdin, and write progress, then the result or exception, to descriptor `writing`."""
+    """Run in the child: read a call from stdin, and write progress, then None or the exception, to descriptor `writing`."""
     die_with_parent()
     if os.getppid() != parent:
         return

@@ -42,7 +42,7 @@ def file_digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def tree_files(root: Path) -> dict[str, str]:
-    """Return relative POSIX path -> sha256 of every regular file under `root`; hidden files are left out."""
+    """Return relative POSIX path -> sha256 of every regular file under `root`, without hidden files and folders."""
     paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
     return file_digests(root, [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)])
 

@@ -89,7 +89,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Return the message for the exception that ended a process: one line per problem, without secrets."""
+    """Return the message for the exception that ended a process: one line per problem. Only a Refusal is not redacted."""
     if isinstance(error, Refusal):
         return str(error)
     detail = " ".join(redact_text(str(error)).split())[:500]

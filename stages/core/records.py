@@ -74,7 +74,7 @@ class Sample:
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
     results: tuple[tuple[int, int], ...] = ()
-    """Character ranges (start, end) of the results within the reference; empty: the whole reference is the result."""
+    """Character ranges (start, end) of the reference whose probability counts; empty: the whole reference."""
 
     @property
     def cluster(self) -> str:
@@ -96,7 +96,7 @@ class MemoryReport:
     pages: int
     live_tokens: int
     held_pages: int = 0
-    """Pages that are not free; 0 if the engine does not report them."""
+    """Pages in use, window pages included; 0 if the engine does not report them."""
     window_pages: int = 0
     """Pages of the second pool, which holds the finer copies of a policy's window."""
 

@@ -19,9 +19,12 @@ _HARMLESS_KEYS = {"kv", "artifact", "cache", "public"}
 
 _USERINFO = re.compile(r"(?<=[a-zA-Z0-9+.-]://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/\s\"'<>]*)@")
 """A password may contain a slash, so after a colon everything up to the last @ counts as the password."""
-_ASSIGNED = re.compile(r"(?<![\w-])([\w-]++)(\s*+[=:]\s*+|\"\s*+:\s*+\")(?=[^\s&\"',;])")
+_ASSIGNED = re.compile(r"(?<![\w-])([\w-]++)(\\?[\"']?\s*+[=:]\s*+)")
 """A name, and the separator before its value. Possessive quantifiers keep the search linear."""
-_VALUE = re.compile(r"[^\s&\"',;]+")
+_VALUE = re.compile(
+    r'"((?:[^"\\]|\\.)++)"' r"|'((?:[^'\\]|\\.)++)'" r'|\\"((?:(?!\\").)++)\\"' r"""|(?:\\?["'])?([^\s&"',;\\]++)""", re.DOTALL
+)
+"""A value in quotes, in escaped quotes, or without quotes."""
 _SECRET_NAME = re.compile(
     r"passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token", re.IGNORECASE
 )
@@ -59,7 +62,7 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _mask_assigned(text: str) -> str:
-    """Return a text without assigned passwords. A path or a value followed by `: message` is kept."""
+    """Return a text without assigned passwords. A name that ends a path assigns nothing: `/etc/passwd: is a file`."""
     parts, end = [], 0
     for assigned in _ASSIGNED.finditer(text):
         name, separator = assigned.groups()
@@ -68,10 +71,9 @@ def _mask_assigned(text: str) -> str:
         begin = max(end, assigned.start() - MAX_PATH_CHARACTERS)
         if re.fullmatch(r":\s+", separator) and _PATH_ENDING.search(text, begin, assigned.start()):
             continue
-        parts += [text[end : assigned.end()], MASK]
-        value = _VALUE.match(text, assigned.end())
-        assert value is not None, "_ASSIGNED ends before a value"
-        end = value.end()
+        if (value := _VALUE.match(text, assigned.end())) is not None and value.lastindex is not None:
+            parts += [text[end : value.start(value.lastindex)], MASK]
+            end = value.end(value.lastindex)
     return "".join([*parts, text[end:]])
 
 

@@ -64,7 +64,7 @@ class Unreadable(ValueError):
 def first_problem(error: ValidationError, record_name: str = "the file") -> str:
     """Return the first problem of a record as "KEY: problem"; `record_name` replaces KEY if the whole record is wrong.
 
-    An unknown key comes first, because a misspelled key is also missing.
+    Unknown keys come first, because a misspelled key also causes the problem that the correct key is missing.
     """
     first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     return f"{'.'.join(map(str, first['loc'])) or record_name}: {first['msg']}"

@@ -104,7 +104,8 @@ ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 class Backend(ABC, Generic[C]):
     """The interface to build and load the engines of one library.
 
-    The keys of artifacts contain the code that `build_module` and `engine_module` can import, and the parts below.
+    Artifact keys contain the code that `build_module` and `engine_module` can import, the libraries' versions, and the values
+    of `build_parts` and `run_parts`.
     """
 
     libraries: ClassVar[tuple[str, ...]]
@@ -132,9 +133,10 @@ class Backend(ABC, Generic[C]):
         """
 
     def check_runs(self) -> None:
-        """Check in a dry run that an engine that can be built on this machine can also run on it.
+        """Check in a dry run that this machine can also run the engines that it can build.
 
-        A real job does not check this, because it builds the engine first. Raises MissingRequirement if the GPU is missing.
+        A real job does not need this check, because it loads the engine after the build. Raises MissingRequirement if the GPU
+        is missing.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ Mode = Literal["prefill", "decode"]
 """Kind of an engine's step: a chunk of one prompt, or one new token per sequence."""
 
 LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
-"""Type of activations -> two units in the last place of a logit in this type, relative to the logit."""
+"""Type of activations -> largest spacing of logits of this type, relative to the logit; 0 if it is negligible (float32)."""
 
 S = TypeVar("S")
 

@@ -50,14 +50,14 @@ def sm_number(capability: str) -> int:
 
 
 class BuiltFor(StrictModel):
-    """A library and GPUs: those that an engine was built for, or those of a machine."""
+    """The library and GPUs that an engine was built for, or that a machine has."""
 
     library: str
     """The library's title: TensorRT, TensorRT for RTX or TensorRT-LLM."""
     version: str
     """The library's version. A plan can only be read by the version that wrote it."""
     compute_capabilities: list[str]
-    """Compute capabilities such as `8.9`: those that the engine has code for, or those of the machine's GPUs (may be empty)."""
+    """Compute capabilities such as `8.9`: the targets of the engine's code, or the machine's GPUs (may be empty)."""
 
     def __str__(self) -> str:
         devices = f"SM {', '.join(self.compute_capabilities)}" if self.compute_capabilities else "no GPU"

@@ -68,7 +68,7 @@ class Engine(ABC):
     reads_itself: bool = False
     """Whether attention reads every key and value from the quantized cache, also in prompts and for the current token."""
     logit_step: float = 0.0
-    """Two units in the last place of a logit, relative to the logit."""
+    """Largest spacing of the logits in the engine's type, relative to the logit; 0 if it is negligible."""
     full_pool_requests: int = 0
     """Requests that an evaluation serves from a small pool (`serve_rounds`) if `workloads.full_pool` is null."""
     keeps_prefixes: bool = False
@@ -217,7 +217,8 @@ class Engine(ABC):
     def corrupt_key_scale(self, factor: float) -> None:
         """Plant the must-fail control's fault: multiply the key scales that decoding reads, or keys that have no scale.
 
-        The fault applies to stored and to later tokens and leaves the codes unchanged. The inverse factor undoes it.
+        The fault applies to stored and to later tokens. Codes that have a scale do not change. The inverse factor removes the
+        fault.
         """
 
     def _check_forced(self, tokens: Sequence[int], first: int) -> None:
@@ -313,7 +314,7 @@ class SupportsStoredRequest(Protocol):
 @runtime_checkable
 class SupportsDelivery(Protocol):
     def delivery(self) -> Sequence[LayerDelivery]:
-        """Return, by layer, the scales that another library's engine loaded from its checkpoint."""
+        """Return, by layer, the scales in the checkpoint and the scales that the library's engine uses."""
         ...
 
 

@@ -96,7 +96,7 @@ def measure_once(
 
 
 def other_batch_size(batch: int, samples: int) -> int:
-    """Return a batch size unlike the first run's: a quarter of its sequences, or two if it had few."""
+    """Return a batch size unlike the first run's: a quarter of its sequences, or one or two if it had few."""
     if batch == 1:
         return 2
     together = min(batch, samples)

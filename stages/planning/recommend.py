@@ -16,6 +16,7 @@ a PASS in another, so that repeating an evaluation until it passes does not help
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from stages.core.strict import StrictModel
 from stages.engines.config import is_least_preferred
@@ -23,7 +24,7 @@ from stages.planning.capacity import Capacity, CapacityConfig, PolicyCapacity
 from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
 from stages.verdict.thresholds import MAX_ATTEMPTS, Status
-from stages.workloads.config import LONG, more_documents
+from stages.workloads.config import LONG, Workload, more_documents
 
 NO_EVIDENCE = "no evidence"
 NOT_SERVED = "the backend does not serve it"
@@ -171,9 +172,12 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
         if last.attempt == MAX_ATTEMPTS:
             return last, f"INCONCLUSIVE: {_first_reason(last)}; gates.attempt={last.attempt} was the last attempt"
         short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
-        more = [f"workloads.samples.{name}={count}" for name, count in short.items()]
+        keys = {name: f"workloads.samples.{name}" for name in get_args(Workload)} | {"gsm8k": "workloads.gsm8k"}
+        more = [f"{keys[name]}={count}" for name, count in short.items() if name in keys]
         again = " ".join([*more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
-        return last, f"INCONCLUSIVE: {_first_reason(last)}; judge it again with {again}"
+        own = ", ".join(f"{count} of {name}" for name, count in short.items() if name not in keys)
+        asked = f", after adding questions to your file ({own} are needed)" if own else ""
+        return last, f"INCONCLUSIVE: {_first_reason(last)}; judge it again with {again}{asked}"
     best = min(passes, key=lambda item: bool(_find_gaps(item, use)))
     missing = _find_gaps(best, use)
     return best, f"PASS, but {'; '.join(missing)}" if missing else None

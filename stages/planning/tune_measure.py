@@ -71,7 +71,7 @@ def split_texts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: 
 def _generate_texts(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -> list[Text]:
     count = max(config.texts // len(config.workloads), 4 * LEAST)
     texts = []
-    # Documents alternate between workloads, so that every part contains all workloads.
+    # A document is one sample of each workload, so that every part contains all workloads.
     groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
     for number, samples in enumerate(groups):
         for item in encode(samples, tokenizer, MAX_LENGTH):

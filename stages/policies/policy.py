@@ -114,8 +114,8 @@ class Eviction(StrictModel):
     """Eviction of all tokens but the first `sink_tokens` and the last `window_tokens`, in all layers.
 
     Without sinks this is a sliding window; with sinks it is StreamingLLM's cache (arXiv 2309.17453). Both work in whole pages:
-    a page is kept while any of its tokens is among the last `window_tokens`. The sinks' pages stay allocated; once the last of
-    them has left the window, attention ignores its other tokens. Tokens keep the rotary positions at which they were stored,
+    a page is kept while any of its tokens is among the last `window_tokens`. The sinks' pages stay allocated. When the sinks'
+    last page leaves the window, attention ignores its other tokens. Tokens keep the rotary positions at which they were stored,
     whereas StreamingLLM renumbers them by their index in the cache. Tokens are evicted when others are appended, so the tokens
     of a prefill chunk attend to all earlier tokens of the chunk, even if the chunk exceeds the window.
 
@@ -132,12 +132,12 @@ class Eviction(StrictModel):
 
     @property
     def gap(self) -> range:
-        """The tokens after the sinks in the sinks' last page. They keep their memory, but attention ignores them in the end."""
+        """The tokens after the sinks in the sinks' last page. Attention ignores them from `gap_length` on; they keep memory."""
         return range(self.sink_tokens, whole_pages(self.sink_tokens))
 
     @property
     def gap_length(self) -> int:
-        """The number of tokens in the cache from which attention ignores `gap`: its page has then left the window."""
+        """Minimum length of a cache in which attention ignores `gap`, because its page has left the window."""
         return self.gap.stop + self.window_tokens
 
 

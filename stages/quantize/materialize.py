@@ -1,6 +1,6 @@
 """Writes `checkpoint/`: a plain Hugging Face checkpoint with the effective weights of the quantized engine.
 
-The quantized weights of a checkpoint are dequantized, and its scales of keys and values are read.
+If the checkpoint is quantized already, its weights are dequantized, and its scales of keys and values are read.
 """
 
 import json

@@ -113,7 +113,7 @@ def _per_tensor(form: Format) -> Attributes:
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:
-    """Raise RuntimeError unless exactly the expected quantizers are enabled: ModelOpt ignores a name that matches nothing."""
+    """Raise RuntimeError unless exactly `expected` is enabled, with its attributes: ModelOpt ignores unknown names."""
     for name in sorted(enabled.keys() ^ expected.keys()):
         problem = "missing" if name in expected else "unexpected"
         raise RuntimeError(f"ModelOpt enabled {len(enabled)} quantizers instead of {len(expected)}: {name} is {problem}")

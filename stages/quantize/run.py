@@ -84,8 +84,8 @@ def measure_cache(
 
     Args:
         checkpoint: The user's checkpoint, for error messages.
-        weights: The output of `quantize_weights`. Measured separately, because AWQ would choose other weights while the
-            cache's quantizers are enabled.
+        weights: The output of `quantize_weights`. The cache is measured in a later step, because AWQ would choose other weights
+            if the cache's quantizers were enabled.
         out: An empty directory.
         rotation: Rotation of keys and values before they are measured.
         calibration_texts: The texts.

@@ -48,8 +48,8 @@ Measured = Mapping[Rotation, Mapping[Place, Extremes]]
 def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoint: Path) -> KVScales:
     """Compute the scales of the policy's static sides.
 
-    A scale is 1.0 for an uncalibrated format, amax / limit for a symmetric format, and (max - min) / levels for an asymmetric
-    format, whose zero point is the minimum.
+    A scale is 1.0 for an uncalibrated format, amax / `Format.largest` for a symmetric format, and (max - min) / `Spec.levels`
+    for an asymmetric format, whose zero point is the minimum.
     """
     layers: list[dict[Side, SideScales]] = []
     for layer in range(shape.layers):
@@ -86,8 +86,8 @@ def _reduce(fine: tuple[float, ...], count: int, extreme: Callable[[tuple[float,
 
 
 def _scales(ranges: tuple[float, ...], codes: float) -> tuple[float, ...]:
-    """Divide each range by the number of codes.
+    """Divide each range by `codes`, the largest number that the codes represent at a scale of 1.
 
-    A head or channel that hardly changes (for example a pruned one) gets the smallest scale that is a normal float32.
+    A range near 0 (for example of a pruned head) gets the smallest scale that is a normal float32.
     """
     return tuple(max(value_range / codes, SMALLEST_SCALE) for value_range in ranges)

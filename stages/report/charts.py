@@ -78,7 +78,7 @@ def baseline_names(exhibits: Sequence[Exhibit]) -> dict[str, str]:
 
 
 def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return each policy's recovery: first for all questions, then by kind of work."""
+    """Return each policy's recovery: first for all questions, then by workload."""
     return [
         {**_point(exhibit.candidate, check.status), "place": shown(check.where)}
         | {"value": check.value, "bound": check.bound, "limit": check.threshold}

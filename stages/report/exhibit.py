@@ -85,5 +85,5 @@ def quantity(value: float | None) -> str:
     """Format a number with three significant digits; a missing or non-finite number becomes a dash."""
     if value is None or not math.isfinite(value):
         return "–"
-    form = ".2e" if value and not 1e-3 <= abs(value) < 1e4 else ",.0f" if abs(value) >= 1000 else ".3g"
+    form = ".2e" if value and not 1e-3 <= abs(value) < 1e4 else ",.0f" if abs(value) >= 999.5 else ".3g"
     return format(value or 0.0, form).replace("e-0", "e-").replace("e+0", "e").replace("e+", "e").replace("-", "−")

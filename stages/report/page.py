@@ -134,7 +134,7 @@ def _compare_answers(row: SampleRow, sample: Sample | None) -> ChangedAnswer:
         messages = sample.messages or (("prompt", sample.prompt),)
     prompt = [(role, excerpt(text, PROMPT_CHARACTERS)) for role, text in messages]
     texts = (row.reference, row.baseline_generation, row.candidate_generation)
-    # An excerpt masks secrets, before it is split into words: a split secret would not be found.
+    # `excerpt` masks secrets before `differences` splits texts into words, because a split secret would not be found.
     reference, before, after = (excerpt(text or "", ANSWER_CHARACTERS) for text in texts)
     return ChangedAnswer(row, prompt, reference, *differences(before, after))
 

@@ -27,8 +27,9 @@ Array = npt.NDArray[np.float64]
 Decisions = npt.NDArray[np.bool_]
 
 OUTLIER = 3.0
-"""Cap on a document's value in a test for PASS, as a multiple of the limit. Without a cap, a mean with such heavy tails has no
-bound. A request with a larger KL counts as ruined. With a cap of 4, FP8's top-10 overlap would need more than 15 documents."""
+"""Cap on a document's value in a test for PASS, as a multiple of the limit. Without a cap, a mean of heavy-tailed values has
+no bound. A request with a KL above the cap counts as ruined. With a cap of 4, FP8's top-10 overlap would need more than 15
+documents."""
 PASS_STAKES = (0.9, 0.4)
 """Stakes on a mean below the limit, as shares of the maximum that the range allows. Sound engines are far below the limit."""
 UNCAPPED_STAKES = (1.0, 0.15)

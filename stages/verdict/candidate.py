@@ -18,7 +18,7 @@ CITED = ("engine", "baseline", "report", "identity")
 
 
 class Cited(StrictModel):
-    """A cited file or directory, with its digest at that time."""
+    """A cited file or directory, with its digest when it was cited."""
 
     path: Path
     digest: str

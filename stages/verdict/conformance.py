@@ -54,7 +54,8 @@ class Distance(Record):
     """Mean of this error over all stored vectors."""
     stored_by_layer: tuple[float, ...] = ()
     """Mean of this error by layer, if the rounding is measured. In `ComparedRequest.engine` it is the candidate's error, in
-    `ComparedRequest.rounding` the 16-bit engine's. A correct quantizer adds no more error than the 16-bit engine has."""
+    `ComparedRequest.rounding` the maximum of the 16-bit engine's and the disturbed reference engine's. A correct quantizer adds
+    no more error."""
 
 
 class ComparedRequest(Record):

@@ -66,7 +66,7 @@ class Limits(Record):
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
         """Return the limits that an engine was built for, from its bundle.json.
 
-        Only plans and bundles of engines in other interpreters record them.
+        Only TensorRT plans and bundles of engines in other interpreters record limits.
         """
         return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
 

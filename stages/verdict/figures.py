@@ -64,8 +64,8 @@ class Figure:
     to_shown: Callable[[float], float] = float
     """Converts a mean to the unit of the threshold, for messages."""
     must_pass: bool = True
-    """False for a figure that can only fail. It has no line otherwise, because showing a PASS takes more documents than an
-    evaluation has."""
+    """False for a figure that can only fail, because showing a PASS takes more documents than an evaluation has. The figure has
+    no line unless it fails."""
     sound_requests: int = 0
     """For a share of faulty requests: the number of requests if none is faulty, else 0. MIN_SOUND_REQUESTS of them PASS."""
     bet_share: float = 1.0

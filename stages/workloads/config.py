@@ -81,13 +81,13 @@ class StressTestConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests of the burst, which is sent twice. A fifth are long, and the second time a third have other tokens. Per request,
-    two pairs of short requests are also repeated twice, and the engine is idle for 0.02 s."""
+    """Requests of the crowd, which is sent twice. A fifth are long, and the second time a third have other tokens. Per request,
+    two pairs of short requests are also sent, and the engine is idle for 0.02 s."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 
     def limited(self, longest: int) -> "StressTestConfig":
-        """Return the limits with `max_tokens` at most one page above `longest`, the longest question in whole pages.
+        """Return the limits with `max_tokens` at most one page above `longest` tokens, which are rounded up to whole pages.
 
         Longer sequences would only cost time, because a verdict covers no longer sequences than the questions.
         """
@@ -183,9 +183,9 @@ class WorkloadsConfig(StrictModel):
     max_scored_tokens: Positive
     """Maximum tokens of a reference that is not checked as an answer (prose)."""
     context_bins: list[int]
-    """Edges of the prompt-length bins in tokens, ascending; empty bins are omitted."""
+    """Lower ends of the prompt-length bins in tokens, ascending from 0; empty bins are omitted."""
     noise_samples: Count
-    """Judged samples per workload that both engines repeat in smaller batches, for the noise floor; the longest sample is
+    """Judged samples per workload that both engines repeat in other batches, for the noise floor; the longest sample is
     added."""
     conformance_samples: Count = 0
     """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 makes
@@ -193,7 +193,7 @@ class WorkloadsConfig(StrictModel):
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
-    """Fractions of the samples at the ends of the rounds, ascending to 1. A candidate runs rounds until its gates decide."""
+    """Cumulative share of the samples after each round, ascending to 1. A candidate runs rounds until its gates decide."""
     stress_test: StressTestConfig = Field(default_factory=StressTestConfig)
     full_pool: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """Requests that are sent at once, in two rounds, into a pool that holds a third of their pages, and compared with the same

@@ -1,7 +1,7 @@
 """Runs chat templates in a child process with limits on time, memory and output.
 
-A template is a program by the model's author. No Python signal handler interrupts a long call in C, such as a power of two
-integers, so only the kernel can stop it.
+A template is a program by the model's author. No Python signal handler interrupts a long call in C, such as `9**9**9`, so only
+the kernel can stop it.
 """
 
 import json
@@ -71,7 +71,7 @@ def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_AS, (allowed if soft == resource.RLIM_INFINITY else min(soft, allowed), hard))
         for text in texts:
             signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
-            random.seed(0)  # a template may draw; a prompt must be the same in every command
+            random.seed(0)  # a template may use random numbers; every command needs the same prompt
             try:
                 answer = {"text": _render_within_limits(text)}
             except UserError as error:

@@ -8,7 +8,7 @@ BAD_VALUES = {
         seed=1e999 seed=${oc.decode: kv=[fp8,int8] kv={name:fp8} kv=../kv/fp8 kv.key=null kv.key.scale=3
         kv.eviction={window_tokens:10} kv.overrides=[{layers:[]}] kv.overrides=[{layers:[0],key:null,value:null}]
         kv.name=UPPER kv.name=int8 +kv._target_=os.system model=null model.path=[a] model.path=pkg://
-        model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y
+        model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=pkg://stages.tiny//etc model.path=https://huggingface.co/x/y
         calibration.workloads=[poetry] workloads.samples.prose=lots workloads.samples={} workloads.lengths=2048
         workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0]
         workloads.context_bins=[512,1024] workloads.load=null workloads.speculation={draft:3} gates.max_mean_kl=nan
@@ -21,7 +21,7 @@ BAD_VALUES = {
     "stage=evaluate": """
         tracking.uri=sqlite:/// tracking.uri=sqlite:///:memory: tracking.uri=http://h:0 tracking.uri=postgresql://
     """,
-    "-m": "seed=range(0,100000000) seed=choice()",
+    "-m": "seed=range(0,100000000) seed=choice() kv=fp8,int8,fp8",
     "stage=capacity": "capacity.gpu_gib=0 capacity.shared_prefix_tokens=99999",
     "stage=tune": "tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=[../kv/fp8,fp16]",
     "backend=tensorrt_rtx": "backend.compute_capabilities=[90]",

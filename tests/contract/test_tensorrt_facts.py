@@ -24,7 +24,7 @@ from stages.engines.tensorrt.library import RANGES, Name
 ROOT = Path(__file__).resolve().parents[2]
 
 Signatures = dict[str, list[inspect.Signature]]
-"""Name -> the signatures of a function; empty for another name."""
+"""Name -> its signatures; empty if it is not a function."""
 Uses = dict[str, list[tuple[int, frozenset[str]]]]
 """Name, `Class.member` or `plugin.name` -> its calls, as (number of positional arguments, names of keyword arguments)."""
 
@@ -50,7 +50,7 @@ SOURCES: dict[str, dict[str, str]] = {
 """Files that call TensorRT -> names with another class than in RECEIVERS ("": not a TensorRT object)."""
 
 OVERRIDDEN = "ILogger.log"
-"""The method of a class of kvgate that TensorRT calls."""
+"""TensorRT's method that a class of kvgate overrides."""
 
 
 def uses() -> Uses:

@@ -89,7 +89,7 @@ def judge(options: argparse.Namespace) -> None:
         if job.fault is not None and (job.name not in costs or costs[job.name].key != costs_key):
             try:
                 cost = costs[job.name] = runner.cost(job.fault).model_copy(update={"key": costs_key})
-            except Exception:  # a fault that cannot be planted stays out of the record; a test then reports it as missing
+            except Exception:  # a fault that cannot be planted stays out of the record; the page counts it as not judged
                 traceback.print_exc()
                 continue
             record.save(record.COSTS, costs)

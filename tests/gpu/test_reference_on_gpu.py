@@ -38,7 +38,7 @@ POLICIES = [*(SHIPPED[name] for name in NAMES), GUARDED, EVICTING, HEAVY]
 TYPICAL = 1e-3
 """Allowed distance in the median row, relative to the logits' norm.
 
-A CPU whose layers are off by 2^-21 shows 1e-6 to 1e-4. Policies cost 8e-3 and more.
+On a CPU, layers that are off by 2^-21 cause 1e-6 to 1e-4. Quantization by a policy causes 8e-3 and more.
 """
 FLIPPED = 1e-1
 """Allowed distance in the worst row, after a number between two codes got the other code. Measured: 2e-2."""

@@ -23,7 +23,7 @@ UNUSUAL_VALUES: list[Any] = [None, [], {}, 0, -1, 10**30, 10**400, "x", 1e308, -
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of an engine and its evidence. Its verdict has only 60 rows, of the first of two rounds, so that it is fast."""
+    """A copy of an engine and its evidence. A verdict on 60 rows, the first of two rounds, keeps each verification fast."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("helpers.verdicts.reports.CLASSES", dict.fromkeys(CLASSES, 15))
         judged = judged_engine(tmp_path_factory.mktemp("store"), measured={"planned_rounds": 2})

@@ -31,7 +31,7 @@ from stages.engines.sglang.engine import EVALUATION
 ON_A_CPU: dict[str, Any] = {
     "attention_backend": "torch_native", "mem_fraction_static": 0.05, "chunked_prefill_size": 64
 }  # fmt: skip
-"""Attention by PyTorch, little memory, prompts in several chunks, and time for three processes to import the release."""
+"""Attention by PyTorch, little memory, and prompts in several chunks."""
 CACHES = {"fp16": "float16", "bf16": "bfloat16", "fp8_uncalibrated": "bfloat16", "fp8_e5m2": "bfloat16"}
 """Every policy that the backend supports -> an activation type."""
 READ_FLAGS = """

@@ -194,7 +194,7 @@ def _largest_magnitude(x):
 
 @triton.jit
 def _round_scale(largest, LIMIT: tl.constexpr):
-    """Return the float16 scale that maps `largest` to the code LIMIT."""
+    """Return the float16 scale that maps `largest` to the code LIMIT, within MIN_SCALE and MAX_SCALE."""
     exact = tl.math.div_rn(largest, LIMIT)
     return tl.minimum(tl.maximum(exact, MIN_SCALE), MAX_SCALE).to(tl.float16)
 

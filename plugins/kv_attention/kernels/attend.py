@@ -43,7 +43,7 @@ def inverse_power(bits):
 def scale_queries(columns, SCALING: tl.constexpr):
     """Return queries (D, N) divided by a power of two each, and the factors (N) that undo this in their scores.
 
-    The power of two is near the query's largest magnitude, so that it and its products fit float16.
+    The power of two is near the query's largest magnitude, so that the divided query and its products fit float16.
     """
     columns = columns.to(tl.float32)
     power = tl.max(tl.abs(columns), 0).to(tl.int32, bitcast=True) & 0x7F800000
@@ -157,8 +157,8 @@ def store_partials(
     partial_acc, partial_ml, row, rows, m, l, unit, sums,
     N: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of a part: its means of the values, m and l. `row` (N): index of (part, query head); `rows` (N): mask
-    of existing query heads.
+    """Store the results of a part: its means of the values, m and l. `row` (N): index of the columns' results; `rows` (N): mask
+    of existing columns; `unit`: unit of `sums`.
 
     A mean is at most the largest value, so float16 represents it if the cached values are in float16's range. Larger means
     saturate; infinity and NaN are kept.
@@ -188,7 +188,7 @@ def attend_exact(
 
     origin: None, or a pointer to 0. Loading it in each iteration keeps the compiler from holding all addresses in registers.
     """
-    # There are few of these wide rows, and larger tiles would take registers from the whole kernel.
+    # Exact tokens are few, and larger tiles of their wide rows would take registers from the whole kernel.
     T: tl.constexpr = 16
     queries = query_parts(scaled, PARTS, "fp16", PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)

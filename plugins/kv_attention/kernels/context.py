@@ -177,7 +177,7 @@ def context_partial(
         lengths: (B) int32, tokens before the new ones.
         key_exact, value_exact: (buffers, H, E, D) float16, without the new tokens.
         exact_slots: (B) int32, exact buffer of every sequence.
-        sequences: B.
+        sequences: B; None without `query_starts`.
         partial_acc: Output (X, Hq, S, D) float16 or float32, weighted means of the values; an empty split writes
             nothing.
         partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 for an empty split.

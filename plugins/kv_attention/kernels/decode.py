@@ -184,7 +184,8 @@ def _pool_part(
 ):  # fmt: skip
     """Attend to tiles [low, high) of the pages, and to the current token if `seeded`.
 
-    part: Last column of the program's row of the work list; this is the i-th part from there.
+    part: Pointer to the number of the program's first part, in its row of the work list.
+    i: Index of the sequence in this row.
     """
     queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
@@ -277,7 +278,7 @@ def decode_partial(
             scaled, per_column, score_new, partial_acc, partial_ml,
             H, G, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, RECENT, PTX, FP8, STAGES,
         )  # fmt: skip
-    if EXACT > 0:  # noqa: SIM102  (one condition is the compiler's, the other the program's)
+    if EXACT > 0:  # noqa: SIM102  (the outer condition is evaluated at compile time)
         if count == 0:
             b = tl.load(work)
             head = b * H + h
@@ -298,7 +299,7 @@ def decode_reduce(
     """Join the parts of one sequence and query head. Grid (Hq, B).
 
     Args:
-        partial_acc: (R, Hq, D) float16 or float32, means of the values; 0 of a part without tokens.
+        partial_acc: (R, Hq, D) float16 or float32, means of the values; zeros for a part without tokens.
         partial_ml: (R, Hq, 2) float32, m and l; a part without tokens has l = 0 and m = -inf.
         sequences: (B, 4) int32, as plan_work writes it.
         out: (B, Hq, D).

@@ -124,7 +124,7 @@ def decode_e2m1(code):
 
 @triton.jit
 def e4m3_to_float32(codes):
-    """Return positive E4M3 numbers, given as bits in int32, as float32, without subnormals, which a GPU may flush to 0."""
+    """Convert bits (int32) of positive E4M3 numbers to float32. Avoids float32 subnormals, which a GPU may flush to 0."""
     normal = ((codes + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     return tl.where(codes < 8, codes.to(tl.float32) * 0.001953125, normal)
 

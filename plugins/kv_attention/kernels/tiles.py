@@ -161,8 +161,8 @@ def _interleave(e0, o0, e1, o1, e2, o2, e3, o3, T: tl.constexpr, C: tl.constexpr
 def channel_order(VALUE: tl.constexpr, C: tl.constexpr):
     """Return the channel of each row (C) of the sums.
 
-    The order is byte 0 of eight words, then byte 1 of the same words, and so on: the rows of a matrix instruction, eight in
-    different threads and two in one, then come from eight words.
+    The order is byte 0 of eight words, byte 1 of the same words, and so on for all words, then bytes 2 and 3 likewise. So the
+    16 rows of a matrix instruction, two per thread, come from eight words.
     """
     c = tl.arange(0, C)
     if VALUE == "fp16" or VALUE == "bf16":

@@ -74,7 +74,7 @@ class ModelShape:
     def weight_bytes(self, weights: WeightsFormat, ranks: int) -> int:
         """Return the bytes of the weights on each GPU, in the served format.
 
-        Linear layers are divided, normalisations are copied. Embeddings and the LM head are never quantized.
+        Matrices are divided over the GPUs, vectors such as norms are copied. Embeddings and the LM head are never quantized.
 
         Raises:
             UserError: for a family whose weights are not counted.

@@ -104,8 +104,8 @@ class KernelCache(SequencePages):
     def append(self, keys: Tensor, values: Tensor, page_table: Tensor, positions: Tensor, exact_slots: Tensor) -> None:
         """Store one token for each row that has a position, without waiting for the device.
 
-        Keys and values are (L, B, H, D), with layers in the order of the groups. Rows that are not stored have position -1. If
-        any row is stored, the first row is stored.
+        Keys and values are (L, B, H, D), with layers in the order of the groups. Rows that are not stored have position -1. The
+        caller must store the first row if it stores any row.
         """
         for group in self.groups:
             cache, layers = group.paged | group.exact | group.scales, slice(group.first, group.first + len(group.layers))
@@ -149,7 +149,7 @@ class KernelCache(SequencePages):
         return {Side.KEY: copy(Side.KEY, group.layout.key), Side.VALUE: copy(Side.VALUE, group.layout.value)}
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the key scales for reading the pools, for stored and future tokens. The codes do not change."""
+        """Multiply the key scales that attention reads, or keys that have no scale, of stored and future tokens."""
         for group in self.groups:
             if "key_scale" in group.scales:
                 group.read_scales["key_scale"] = group.read_scales.get("key_scale", group.scales["key_scale"]) * factor

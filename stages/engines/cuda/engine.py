@@ -42,8 +42,8 @@ def load_engine(
 class KernelEngine(Engine):
     """An engine over the attention kernels.
 
-    It deliberately has no `forced` method: forced decoding of a whole sequence in one pass would bypass the judged kernels;
-    step by step it runs through them.
+    It deliberately has no `forced` method: one pass over a whole sequence would bypass the judged decode kernels, which
+    forced decoding step by step uses.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int64]
 ATTENTION = "kvgate_kernels"
 
 WARM_UP = 2
-"""Number of runs before a capture, which compile kernels and initialize libraries: a capture must not include this."""
+"""Number of runs before a capture. They compile kernels and initialize libraries, which is not allowed in a capture."""
 
 
 class DecodePass:
@@ -62,9 +62,9 @@ class DecodePass:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: Any) -> None:
-        """Capture `run` into a CUDA graph, which takes its memory from `pool`. No row may have a position yet.
+        """Capture `run` into a CUDA graph, which takes its memory from `pool`.
 
-        Warm-up runs then append nothing. Otherwise they would overwrite tokens that are still needed.
+        All positions must still be -1, so that the warm-up runs append nothing: they could overwrite tokens that are needed.
         """
         warm_up = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
         warm_up.wait_stream(torch.cuda.current_stream(self.cache.device))

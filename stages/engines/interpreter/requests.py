@@ -201,7 +201,7 @@ class RequestEngine(Engine, Generic[B, C]):
         return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:  # noqa: ARG002
-        """Return the memory of sequences of these lengths; `blocks` is the number of used blocks if the library reports it."""
+        """Return the memory of sequences of these lengths. Subclasses may use `blocks`, the library's number of used blocks."""
         pages = sum(map(page_count, lengths))
         return MemoryReport(
             pool_bytes=self.policy.pool_bytes(self.shape, pages),
@@ -229,7 +229,7 @@ class RequestEngine(Engine, Generic[B, C]):
 
     @contextmanager
     def _answers(self, requests: Sequence[WorkerRequest], **fields: object) -> Iterator[list[Generation]]:
-        """Run requests; the files of the answers exist within this context."""
+        """Run requests and yield their answers. The answers' files are removed when the context ends."""
         for request in requests:
             self._check_fits(len(request.prompt), request.tokens)
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:

@@ -139,8 +139,8 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
     running_keys = ("threads",)
     gguf: Path
     rounding = ROUNDING["bfloat16"]
-    """The type with a comparable rounding error: llama.cpp rounds the activations that it multiplies with quantized weights
-    to blocks of 8 bits. With 16-bit weights the error is smaller and is measured on the baseline."""
+    """bfloat16 has a comparable rounding error: before a product with quantized weights, llama.cpp rounds the activations to
+    blocks of 8 bits. With 16-bit weights the error is smaller. `measures_rounding`: the baseline's error is measured."""
     measures_rounding = True
 
     def check_inputs(self, job: Job) -> None:

@@ -56,7 +56,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         sources += [key, value]
         graph.input.extend(cache_inputs(spec, f".{layer}"))
         for codec in spec.sides.values():
-            # Quantization has its scales as constants, attention as inputs: the must-fail control corrupts only attention's.
+            # Quantization's scales are constants and attention's are inputs: the must-fail control corrupts only the inputs.
             parameters = codec.constant_values(static, layer).items()
             graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in parameters)
         attention = helper.make_node(

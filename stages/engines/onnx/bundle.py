@@ -28,7 +28,7 @@ class ModelInfo(StrictModel):
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    """Read by the Python interface."""
+    """Maximum sequence length in tokens. Only the Python interface reads it."""
     weights_sha256: str
     scaling: float
     """Factor of the attention's scores, the same in all layers."""

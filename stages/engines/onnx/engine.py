@@ -121,7 +121,7 @@ def load_engine(
         bundle: The bundle's directory.
         threads: Threads of ONNX Runtime.
         attention: Implementation of attention over the cache. `native`: the compiled kernel, in the layers that it supports.
-            `graph`: the functions' bodies. `auto`: native if this machine has a C compiler.
+            `graph`: the operators of the ONNX graph. `auto`: native if this machine has a C compiler and a supported CPU.
         max_pages: Maximum pages of the pool, which grows on demand.
         prefill_chunk: Tokens of one prefill run. A longer prompt attends to its earlier chunks through the quantized cache.
         prefix_tokens: Maximum tokens of kept prefixes, in whole chunks of `prefill_chunk`; 0 disables prefix caching.
@@ -225,7 +225,7 @@ class OnnxEngine(PagedEngine):
             self._new[session] = (batch, tokens), new
         logits = session.output("logits", (batch, self.vocab_size), self._float)
         sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
-        session.shrinks = tokens > PAGE_TOKENS  # a shorter prompt needs no more memory than a batch
+        session.shrinks = tokens > PAGE_TOKENS  # a prompt of at most a page needs no more memory than a batch's decode step
         session.run()
         if sums.any():
             self._refuse(sums, handles)

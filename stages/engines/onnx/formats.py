@@ -1,7 +1,7 @@
 """Graph nodes of the cache formats: quantization of new tokens, and attention scores and weighted sums over pages of codes.
 
-stages/policies defines the arithmetic, which follows a rotation. Scales and offsets are folded into the queries, scores
-or sums if possible; otherwise the graph dequantizes a copy.
+A format may first rotate the channels; stages/policies defines the arithmetic after the rotation. Scales and offsets are
+folded into the queries, scores or sums if possible; otherwise the graph dequantizes a copy.
 
 Shapes: B sequences, H KV heads, S new tokens, R query rows of a KV head, P pages, T = P * 64 positions, D head_dim, n code
 streams, g scales of a token.
@@ -110,7 +110,7 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
 
 
 def _stream_matrix(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
-    """Return the matrix M that converts streams to codes; None if streams and codes are equal.
+    """Return the matrix M that converts streams (`Stream`) to codes; None if streams and codes are equal.
 
     M has the shape (D, D + one column per part with an offset): codes = (streams, then a 1 per offset) @ M.T. To avoid this
     product for every token, M is applied once to the queries or to the sums. Scores are computed from q @ M, whose last
@@ -127,13 +127,13 @@ def _stream_matrix(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.floa
 
 
 def _streams_and_scales(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], list[str]]:
-    """Return streams, and stored scales as rows (B, H, 1, T) to fold into scores or weights: no row, one row, or one per part.
+    """Return streams, and stored scales as rows (B, H, 1, T) to fold into scores or weights: no row, one, or one per stream.
 
-    Scales that vary within a part cannot be folded. The streams are multiplied by such scales.
+    If scales vary within a stream, they cannot be folded, and the returned streams are multiplied by their scales.
     """
     groups = codec.groups
-    # Nesting saves a pass over the codes, but adds numbers that are 2 ** bits times larger: too large for the 11 bits of
-    # float16, and for more than two parts.
+    # Nested streams save a pass over the codes, but add terms that are 2 ** bits times larger: too large for the 11
+    # significant bits of float16, and for more than two streams.
     nested = groups <= 1 and codec.form.code.packed == 2 and body.compute == "float32"
     parts = codec.graph.streams(body, f"{codec.side}_pool", _pages(body, codec, index), codec.options, nested=nested)
     if not groups:

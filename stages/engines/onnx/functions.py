@@ -6,8 +6,8 @@ With a window: P pages before the window and Y pages in the window. A side may h
 
 A query attends to the new tokens exactly (causal), to the sinks and the last `recent_tokens` before the chunk in float16
 buffers, and to all other tokens in the quantized pool. The pool contains every token, so positions that are read from the
-buffers are masked in the pool. A sink's slot is its position. Slot sink + position % recent holds the newest token with that
-residue.
+buffers are masked in the pool. Sink i is in exact slot i. Slot sink_tokens + position % recent_tokens holds the newest token
+with this residue.
 
 A sliding-window layer of the model attends only to its latest tokens (KVShape.windows; not the policy's window of finer
 formats). Earlier tokens are masked everywhere. If pages were evicted, all positions count from the first kept page. Distances
@@ -200,7 +200,7 @@ def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
 
 
 def _beyond_gap(body: Body, eviction: Eviction, positions: str) -> str:
-    """Return the mask of the positions outside the eviction's gap; all positions while the gap is in the window."""
+    """Return the mask of the positions outside the eviction's gap; all positions until the gap has left the window."""
     gap = eviction.gap
     sink = body.op("Less", positions, body.const(gap.start, "int32"))
     later = body.op("GreaterOrEqual", positions, body.const(gap.stop, "int32"))

@@ -25,7 +25,7 @@ OPERATORS = {"float32": "PagedAttention", "float16": "PagedAttentionHalf"}
 """The kernel's operators by compute dtype."""
 
 LANES = 16
-"""Channels of a vector. head_dim must be a multiple; if two 4-bit codes share a byte, half of head_dim must be a multiple."""
+"""Channels of a vector. head_dim must be a multiple of LANES times the number of codes per byte."""
 
 TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots", "sinks")
 ABSENT = -1

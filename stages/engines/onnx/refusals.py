@@ -1,6 +1,6 @@
 """Checks, before any work, that the ONNX graphs support a policy and that ONNX Runtime supports the compute type.
 
-They also apply to TensorRT plans, which are built from the same graphs.
+TensorRT plans are built from the same graphs, but only `refuse_reference_only` is applied to them.
 """
 
 from stages.checkpoints.exports import supporting_backend

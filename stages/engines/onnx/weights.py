@@ -69,7 +69,7 @@ def widen_rows(graph: onnx.GraphProto) -> None:
 
 
 def _narrowest(tensor: onnx.TensorProto, values: Bytes) -> tuple[int, Bytes]:
-    """Return the first 16-bit type that represents a float32 matrix exactly, else the tensor's own type, and its values."""
+    """Return the first 16-bit type that represents a float32 matrix exactly, else its own type, and the values in this type."""
     if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1:
         floats = values.view(np.float32)
         for kind, dtype in SIXTEEN_BITS:

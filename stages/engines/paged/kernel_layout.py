@@ -25,7 +25,7 @@ class KernelLayers:
     layouts: dict[int, CacheLayout]
     """Layout by supported layer. Layers with equal formats have equal layouts."""
     refusals: dict[int, str]
-    """Key, value and reason by unsupported layer."""
+    """Message with the configuration key, its value and the reason, by unsupported layer."""
 
 
 def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:

@@ -58,8 +58,8 @@ def pad_rows(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
 def page_numbers(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
     """Return the page numbers of the page indices `pages` (B, S), flattened.
 
-    A row is a list of a sequence's page numbers, and the index of the first listed page. The result is arbitrary for pages
-    before this index.
+    Each of `rows` has a sequence's page numbers, and the page index of the first number. For lower page indices, the result
+    is arbitrary.
     """
     numbers = []
     for (page_table, first), page in zip(rows, pages, strict=True):
@@ -180,8 +180,8 @@ class PagedPool(SequencePages):
     def tables(self, handles: Sequence[int]) -> dict[str, npt.NDArray[np.int32]]:
         """Return the tables that attention reads; AttentionSpec.tables defines their names.
 
-        Unused entries contain the lowest page; the lengths or starts mask it. Lengths and starts count kept tokens only:
-        attention needs no positions, since the keys are already rotated.
+        Unused entries repeat the lowest page number; lengths or starts mask these entries. Lengths and starts count kept tokens
+        only: attention needs no positions, since the keys are already rotated.
         """
         rows = [self.sequences[handle] for handle in handles]
         lengths = [row.kept_tokens for row in rows]
@@ -215,7 +215,7 @@ class PagedPool(SequencePages):
         self.advance(handles, tokens)
 
     def places(self, handles: Sequence[int], tokens: int) -> dict[PageAllocator, list[Places]]:
-        """Move the windows, and return allocator of the arrays -> places of every sequence's next `tokens` tokens."""
+        """Move windows, free evicted pages, and return allocator -> places of each sequence's next `tokens` tokens."""
         rows = [self.sequences[handle] for handle in handles]
         starts = np.array([row.length for row in rows])[:, None]
         positions = starts + np.arange(tokens)

@@ -19,7 +19,7 @@ from stages.policies.policy import PAGE_TOKENS
 
 
 class PooledEngine(Protocol):
-    """The part of a PagedEngine that keeps prefixes and schedules requests over the pool."""
+    """The part of a PagedEngine that prefix caching and request scheduling use."""
 
     pool: PagedPool
     prefixes: "PrefixCache | None"

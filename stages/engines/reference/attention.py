@@ -1,10 +1,11 @@
-"""Attention in which every row may read other copies of the tokens; one code path for prefill, decode and one pass.
+"""Attention in which each row reads its own selection of stored copies; one code path for prefill, decode and whole sequences.
 
 A row is a query; `start` is the length of the cache when the row's chunk began. In order of position, row i attends to:
 1. float16 sinks, 2. base copies (with a gap if the policy evicts), 3. window copies, 4. float16 recent tokens, 5. the exact
 tokens of its own chunk up to itself. A sliding-window layer drops all columns before its own window; do not confuse that window
-with the policy's window of finer formats. All borders grow with i. So in a block of rows, nearly every column is the same copy
-for all rows, and only narrow bands need a mask. Blocks bound the memory: nothing is quadratic in the number of tokens.
+with the policy's window of finer formats. The borders of these sources never decrease with i. So all rows of a block read
+nearly every column from the same source, and only narrow bands need a mask. Blocks bound the memory: nothing is quadratic in
+the number of tokens.
 
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
@@ -75,7 +76,7 @@ PARTS = (EVICTED, "sinks", "base", EVICTED, "base", "window", "recent", "chunk")
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [begin, end) of a sequence: one chunk, or decoded tokens that are a chunk each (start=None)."""
+    """Rows [begin, end) of a sequence: a chunk after `start` cached tokens, or (start=None) decoded tokens, each a chunk."""
 
     begin: int
     end: int

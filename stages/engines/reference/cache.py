@@ -51,7 +51,7 @@ def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales, device: t
 
 
 class StoredTokens:
-    """One copy of a sequence's tokens: the sinks' pages, then the pages that follow the `freed` pages."""
+    """One copy of a sequence's tokens: the sinks' pages, then the pages after the `freed` tokens."""
 
     def __init__(self, storage: Storage, sink_pages: int = 0) -> None:
         self.storage, self.sinks = storage, sink_pages * PAGE_TOKENS

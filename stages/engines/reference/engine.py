@@ -164,7 +164,7 @@ class TorchEngine(ChunkedEngine):
         return logits
 
     def forced(self, tokens: Sequence[int], first: int, known: LayerInput | None = None) -> Logits:
-        """Return the logits as in `SupportsForced`. Layers before `known` are skipped: they may have been computed already."""
+        """Return the logits as in `SupportsForced`. `known` is a layer's input; all earlier layers are skipped."""
         self._check_forced(tokens, first)
         return self._one_pass(tokens, first, known)
 
@@ -200,13 +200,13 @@ class TorchEngine(ChunkedEngine):
         """Compute whole sequences together, each in one pass, over the caches that another engine stored for them.
 
         Args:
-            sequences: Tokens, and how the engine was fed: prompts, later chunks and decoded tokens in any order.
-            caches: The engine's stored layers, by sequence, in this policy's formats. If a sequence has no layers, or
-                `caches` is empty, this engine's own codes are read.
+            sequences: Tokens, and how the judged engine was fed: prompts, later chunks and decoded tokens in any order.
+            caches: The judged engine's stored layers, by sequence, in this policy's formats. If a sequence has no layers, or
+                `caches` is empty, the reference engine's own codes are read.
             rounding: Noise on each layer's output in the disturbed rows, relative to the output's root mean square; 0 skips
                 the disturbed rows.
-            origins: For each sequence, the index of an earlier sequence, and the number of first tokens that both share with
-                their stored copies. These are computed once, and their logits are returned only for the earlier sequence.
+            origins: For each sequence, the index of an earlier sequence, and the number of leading tokens for which both have
+                equal ids and stored copies. These are computed once, and their logits are returned only for the earlier one.
 
         Returns:
             Logits and errors by sequence. The engine keeps no sequence.

@@ -95,7 +95,7 @@ class HeavyCache:
 
     @property
     def ranks(self) -> Tensor:
-        """Weights (H, n): between the sinks and the window, the tokens with the largest are kept."""
+        """Ranks (H, n) of the kept tokens: between the sinks and the window, the tokens with the largest ranks are kept."""
         return self.weights
 
     def _select(self, index: Tensor) -> "HeavyCache":

@@ -97,7 +97,7 @@ class OnePassView(BlockView):
             storages: The reference engine's storages by layer.
             blocks: The plan of the row's attention.
             shown: The other engine's stored copies by layer; empty if the row reads its own codes.
-            undisturbed: The undisturbed row of the sequence; None for this row itself.
+            undisturbed: The sequence's undisturbed row; None if this row is the undisturbed one.
             finite: Check that keys and values are finite; None skips it.
             origin: Row of a sequence with the same first tokens and stored copies, and the number of these tokens.
         """
@@ -106,7 +106,7 @@ class OnePassView(BlockView):
         self.policy, self.storages, self.blocks, self.shown = policy, storages, blocks, shown
         self.undisturbed, self.finite = undisturbed, finite
         self.errors: list[dict[Side, Errors]] = []
-        """Errors by layer. Both rows' errors are in the undisturbed row."""
+        """Errors by layer. The undisturbed row also receives the errors of the disturbed row."""
         self.layer: tuple[Tensor, Tensor]
         """Keys and values (H, T, D) of the current layer."""
         self.computed: dict[Side, tuple[Tensor, Tensor]] = {}
@@ -133,9 +133,9 @@ class OnePassView(BlockView):
         return sources
 
     def _replace_codes(self, layer: int, side: Side, copies: Copies, x: Tensor, copy: StoredCopy) -> Copies:
-        """Record the errors of the engine's copy; return the reference engine's own copy with the engine's tokens.
+        """Record this row's errors; return the reference engine's own copy with the engine's tokens, except evicted tokens.
 
-        Evicted tokens keep the reference engine's values.
+        The undisturbed row records errors of the engine's copy, the disturbed row errors of the reference engine's copy.
         """
         stored = read_copy(copy, self.storages[layer][side], x.device)
         part = slice(copy.first, min(copies.tokens.shape[1], copy.first + stored.shape[1]))
@@ -160,11 +160,11 @@ class OnePassView(BlockView):
 
 
 Visit = Callable[[int, Side, Tensor, Tensor], None]
-"""Takes a layer, a side, its keys or values (H, T, D) as computed, and the same as read from the cache."""
+"""Function of a layer, a side, its keys or values (H, T, D) as computed, and these vectors as read from the cache."""
 
 
 class VisitedView(OnePassView):
-    """A prompt of one chunk that shows the keys and values of every layer."""
+    """A prompt of one chunk. Calls `visit` with the keys and values of every layer."""
 
     def __init__(self, policy: KVPolicy, storages: Sequence[LayerStorage], blocks: Sequence[Block], visit: Visit) -> None:
         super().__init__(policy, storages, blocks)

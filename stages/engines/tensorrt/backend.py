@@ -65,7 +65,7 @@ class PlanBackend(Backend[C], Generic[C]):
         return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
 
     def _check_extents(self, job: Job, native: Callable[[KVPolicy], Iterable[int]]) -> None:
-        """Raise UserError for sizes that TensorRT cannot address. `native`: policy -> layers that keep their function body."""
+        """Raise UserError for sizes that TensorRT cannot address. `native`: policy -> layers without the plugin."""
         from stages.engines.tensorrt.shapes import check_extents
 
         for policy in built_policies(job):

@@ -60,7 +60,7 @@ class PlanRecord(Bundle):
     built_for: BuiltFor
     """Library, version, and compute capabilities that the plans have code for."""
     native: dict[str, str]
-    """Layer -> why it keeps its function body; empty in a build without the plugin."""
+    """Layer -> why its attention does not use the plugin; empty in a build without the plugin."""
     weights: list[Weight]
     """Inputs of the plans whose values are in `weights.bin`."""
     max_batch: int

@@ -150,8 +150,8 @@ class PlanEngine(PagedEngine):
     def _run_chunks(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64], sizes: Sequence[int]) -> Logits:
         """Run a step like PagedEngine's `_run`, at a padded shape.
 
-        Row b of `ids` has `sizes[b]` tokens; the longest row has no padding. Padding rows have an empty cache.
-        Padding columns are masked, or follow the last token.
+        Row b of `ids` has `sizes[b]` tokens; the longest row has no padding. Padding rows have an empty cache. Padding of the
+        page table is masked. Padding tokens come after their row's tokens, which therefore ignore them.
         """
         batch, columns = ids.shape
         tables = self.pool.tables(handles)

@@ -59,7 +59,7 @@ class PlanLimits:
 
     @property
     def sequence_window_pages(self) -> int:
-        """Maximum window pages of a sequence: one more than the window's length, because it may start within a page."""
+        """Maximum window pages of a sequence: one more than `window.tokens` fill, because a window may start within a page."""
         window = self.policy.window
         return 0 if window is None else min(self.sequence_pages, window.tokens // PAGE_TOKENS + 1)
 
@@ -121,7 +121,7 @@ def pad(values: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArray[
 
 
 def prefill_rows(limits: PlanLimits, q_heads: int, *, native: bool) -> int:
-    """Return the maximum prompts of a prefill run. `native`: whether any layer keeps its function body."""
+    """Return the maximum prompts of a prefill run. `native`: whether any layer's attention runs without the plugin."""
     rows = min(MAX_PREFILL_ROWS, limits.max_batch)
     if not native:
         return rows

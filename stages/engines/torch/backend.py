@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from stages.engines.reference.engine import TorchEngine
 
 FLOAT16_WEIGHTS = 2.0**-17
-"""Rounding error with float32 activations on a GPU, whose kernels round attention weights to float16. It is
-twice the error measured on an H200: with an FP16 cache, the median KL is that of a rounding error of 2^-18 (4e-8)."""
+"""Rounding error with float32 activations on a GPU, whose kernels round attention weights to float16: twice the error
+on an H200, where the median KL with an FP16 cache (4e-8) equals the KL of a rounding error of 2^-18."""
 
 
 class TorchBackend(Backend[TorchConfig]):

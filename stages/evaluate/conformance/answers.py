@@ -22,11 +22,11 @@ class Answer(NamedTuple):
     """The sequence with the prompt."""
     tokens: list[int]
     stops: tuple[int, ...]
-    """The stop tokens, one of which ended the answer; empty if the limit ended it. `generate` does not return that token."""
+    """The stop tokens if a stop token ended the answer, else empty. `generate` does not return that stop token."""
 
     @property
     def fed(self) -> list[int]:
-        """The tokens of the answer after which logits are needed to check it."""
+        """The tokens of the answer to feed after the prompt, so that logits exist for all its tokens."""
         return self.tokens if self.stops else self.tokens[:-1]
 
     def chosen(self, logits: Logits) -> list[int]:
@@ -55,7 +55,10 @@ class AnswerChecks:
             self.answers.append(Answer(sequence, list(tokens), tuple(stops) if ended else ()))
 
     def check_forced(self) -> list[Answer]:
-        """Check the answers that the engine was also forced to decode, by its own logits. Return the other answers."""
+        """Check the answers that the engine was also forced to decode, by its own logits. Return the others.
+
+        Without an assumed rounding, answers are dropped unchecked.
+        """
         answers, self.answers = self.answers, []
         if self.comparer.reference.assumed_rounding is None:
             return []
@@ -106,7 +109,7 @@ class AnswerChecks:
 
 
 def _longest(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """Yield the answers except those that a longer answer to the same prompt begins with."""
+    """Yield the answers, except beginnings of longer answers to the same prompt, each with its stop token if one ended it."""
     longest = defaultdict[tuple[int, ...], list[list[int]]](list)
     for answer in sorted(answers, key=lambda answer: -len(answer.tokens)):
         same_prompt, count = longest[tuple(answer.sequence.prompt)], len(answer.tokens)

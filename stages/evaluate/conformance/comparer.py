@@ -212,8 +212,8 @@ def _means(errors: Sequence[dict[Side, Errors]], part: str) -> tuple[float, ...]
 def _stored_limits(record: ComparedRequest, layers: int) -> list[float]:
     """Return the error by layer above which a stored vector counts as wrong.
 
-    If a layer exceeds its own limit, these are the limits of the layers. Otherwise it is the limit of single vectors, or the
-    limit of the mean if only the mean exceeds its limit.
+    If some layers exceed their limits, these layers have their limits and the others none. Otherwise all layers have the limit
+    of single vectors, or the limit of the mean if only the mean exceeds its limit.
     """
     engine, rounding, times = record.engine, record.rounding, record.layers_times_allowed
     if any(part > 1 for part in times):

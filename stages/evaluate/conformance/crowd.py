@@ -3,8 +3,8 @@
 Two of three requests are watched, the others are unrelated. The order is random. The crowd runs twice. In the second run, the
 watched requests are the same, in the same order, and the unrelated requests have the same lengths but different tokens. No
 watched logit may change: even a small change must come from a page, row or buffer of another request, live or released. In
-the second run, idle sequences hold one page each, so that the crowd's page numbers exceed 255 and the pages of the largest
-batch. If watched logits change, the first run is repeated unchanged, to measure the noise of a nondeterministic engine.
+the second run, idle sequences hold one page each, so that the crowd's page numbers exceed 255 and the page numbers of the
+largest batch. If watched logits change, the first run is repeated unchanged, to measure the noise of a nondeterministic engine.
 """
 
 from collections import deque
@@ -28,9 +28,9 @@ LONG = ((130, 190), (370, 430), (220, 300))
 LONG_STEPS = 24
 """Answer tokens of long requests: enough for several long requests to be live at any time."""
 ASLEEP_PAGES = 256
-"""Minimum pages that idle and batched sequences hold together; a full batch of the longest sequences may need more."""
+"""Minimum pages that idle and batched sequences hold together; raised to a full batch of the longest sequences."""
 ASLEEP_BYTES = 64 << 20
-"""Maximum bytes of these pages. Fewer sequences are idle if pages are large; none is if ASLEEP_PAGES do not fit."""
+"""Maximum bytes of these pages. If pages are large, fewer sequences are idle, and none are if ASLEEP_PAGES do not fit."""
 WATCHED_LOGITS = 512
 """Approximate number of stored logits per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0
@@ -39,9 +39,9 @@ NOISE = 4.0
 MIN_REPETITIONS = 4
 """Minimum number of equal requests in the wear test."""
 WEAR_STEPS = 12
-"""Decode steps of a request in the wear test: with 300 requests, the engine takes more than 4,096 steps in the whole test."""
+"""Decode steps of a request in `wear`. With 300 repetitions, the engine takes more than 4,096 steps in the stress test."""
 LEAK_BYTES = 512 << 10
-"""Growth of the process in bytes that counts as a leak if all of the last three quarters of the requests reach it."""
+"""Growth of the process in bytes that counts as a leak if each of the last three quarters of the requests causes it."""
 
 MIN_POOL_REQUESTS, POOL_REQUESTS, POOL_STEPS = 5, 8, (8, 18)
 """Minimum and usual number of requests in the full pool; minimum and maximum tokens per request that are decoded across a page
@@ -51,12 +51,14 @@ LogitSample = npt.NDArray[np.float32]
 
 
 def crowd(test: StressTest) -> None:
-    """Serve a crowd twice with other unrelated requests, a fifth of all long, and check that watched logits stay equal."""
+    """Serve a crowd twice, with different unrelated requests each time, and check that the watched logits stay equal."""
     kinds = _kinds(test)
     first = _serve(test, kinds, 1, compared=True)
     sleepers = _start_sleepers(test)
-    other = _serve(test, kinds, 2)
-    test.engine.release(sleepers)
+    try:
+        other = _serve(test, kinds, 2)
+    finally:
+        test.engine.release(sleepers)
     changed = _difference(first, other)
     if changed.max(initial=0.0) == 0.0:
         return
@@ -74,15 +76,15 @@ def crowd(test: StressTest) -> None:
 
 
 def wear(test: StressTest) -> None:
-    """Repeat short requests many times. Neither may their logits change nor the process grow.
+    """Repeat short requests many times. Their logits must not change, and the process must not grow.
 
-    Two pairs of requests alternate, so that a page holds other tokens than before. One request per pair crosses a page border.
+    Two pairs of requests alternate, so that a page holds other tokens each time. One request per pair crosses a page border.
     """
     count = max(MIN_REPETITIONS, test.scaled(2 * test.config.requests))
     if isinstance(test.engine, SupportsRequests) or test.max_tokens < 2 * PAGE_TOKENS:
         return
     lengths = test.randint(PAGE_TOKENS - WEAR_STEPS + 1, PAGE_TOKENS - 1), test.randint(2, 9)
-    name = f"one of {count} equal requests"
+    name = "a request that is repeated many times"
     pairs = [[test.sequence(name, length, WEAR_STEPS) for length in lengths[: test.largest]] for _ in range(2)]
     first, changed, resident = list[list[LogitSample]](), list[float](), list[int]()
     for number in range(count):
@@ -102,17 +104,17 @@ def wear(test: StressTest) -> None:
     if wrong.any():
         where = int(wrong.argmax()) // len(first[0]) + 1
         test.failures.append(
-            f"wear: {wrong.sum()} tokens of {count} equal requests, first of request {where}, differ from the first time by up "
-            f"to {max(changed):.2g} ({allowed:.2g} allowed)"
+            f"wear: {wrong.sum()} tokens of short requests, repeated {count} times, differ from the first time by up to "
+            f"{max(changed):.2g} ({allowed:.2g} allowed), first in repetition {where}"
         )
     grown = int(np.diff(resident).min(initial=1 << 62)) if len(resident) == 4 else 0  # the first quarter may allocate
     if grown >= LEAK_BYTES:
         each = 4 * grown / (count * len(pairs[0])) / 1024
-        test.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count} equal requests")
+        test.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count * len(pairs[0])} short requests")
 
 
 def full_pool(test: StressTest) -> None:
-    """Send requests to a pool with a third of their pages. Half share a prefix. They wait, are preempted and resume.
+    """Send requests, half with a common prefix, to a pool with a third of their pages. They wait, are preempted and resume.
 
     The scenario skips engines whose full pool is tested with samples by default.
     """
@@ -133,7 +135,7 @@ def full_pool(test: StressTest) -> None:
 
 
 def _start_sleepers(test: StressTest) -> list[int]:
-    """Start sequences of one page that are never decoded. They are forks, and only started if forks cost only their page."""
+    """Start sequences of one page that are never decoded: forks, on an engine without a maximum number of sequences."""
     engine = test.engine
     fitting = ASLEEP_BYTES // engine.policy.pool_bytes(engine.shape, 1)
     if engine.max_sequences is not None or not isinstance(engine, SupportsFork) or fitting < ASLEEP_PAGES:

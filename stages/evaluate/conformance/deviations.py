@@ -24,18 +24,18 @@ ONE_IN = 4
 """In the first scenario, the rounding is measured on every fourth sequence, unless logits are judged by medians."""
 
 MANY_ROWS = 16
-"""Minimum rows of a median in 16 bits, because rounding alone may change a single row of random tokens 100 times more."""
+"""Minimum rows of a median KL, because 16-bit rounding alone may change single rows of random tokens 100 times more."""
 
 WORST_SHARE = 1 / 8
-"""Minimum KL of a rounding, as a fraction of its KL in the run's most sensitive sequence. Without it, sound engines have shown
-65 times the KL of a rounding."""
+"""Minimum KL of a rounding, as a fraction of the largest KL of a rounding in the run. Without this minimum, sound engines have
+shown 65 times the KL of a rounding."""
 
 UNUSUAL = 30.0
-"""Maximum mean KL of a sequence as a multiple of the median sequence's mean KL, if no rounding is known."""
+"""Maximum KL of a sequence (mean) or of a sequence name (median), as a multiple of the run's median, if no rounding is used."""
 UNUSUAL_KL = 0.02
-"""Median KL in nats that is always allowed if no rounding is known."""
+"""Median KL in nats that is always allowed if the engine's arithmetic differs by design."""
 FLIPPED_KL = 0.05
-"""Mean KL in nats of a single sequence that is always allowed if no rounding is known. With heavy hitters, one flipped code may
+"""Mean KL in nats of a single sequence that is always allowed if the cache is hidden. With heavy hitters, one flipped code may
 change which tokens are evicted later: a sound sequence of 206 tokens had a mean of 0.0215."""
 
 
@@ -71,9 +71,9 @@ class Deviations:
     def compare(self, sequences: Sequence[ForcedSequence], done: Callable[[int], None] = lambda _: None) -> None:
         """Compare sequences, then drop their logits and codes. Equal sequences with equal codes share a replay.
 
-        Measuring a rounding doubles the cost of a replay. It is measured only for some of the first sequences of the run, for
-        sequences that exceed the limits of the known roundings, and for all sequences once one is suspect. All others would
-        also be within the limits of their own rounding.
+        Measuring a rounding doubles the cost of a replay. The rounding is measured only for some of the first sequences of a
+        run, for sequences that exceed the limits of the known roundings, and for all if medians judge the logits or a sequence
+        is suspect. All others would also be within the limits of their own rounding.
 
         Args:
             done: Called with the number of tokens of each compared sequence.
@@ -130,7 +130,7 @@ class Deviations:
         `usual_kl`: mean KL of the run's median sequence. It replaces a rounding if the engine does not show its cache.
         """
         record, own, limit = compared.record, compared.record.rounding, self.comparer.reference.limit
-        if self.by_median and record.engine.kl_max is not None:  # only the logits of medians are judged, see `messages`
+        if self.by_median and record.engine.kl_max is not None:  # logits are judged only by medians, see `messages`
             without_kl = record.engine.model_copy(update={"kl_mean": 0.0, "kl_max": 0.0})
             return record.model_copy(update={"engine": without_kl}).times_allowed(limit)
         if not (record.problem or self.by_median or any(compared.errors)):

@@ -44,7 +44,7 @@ class ReferenceEngine:
             return self.measured_rounding
         if self.assumed_rounding is not None:
             return self.assumed_rounding
-        # A query code that changes by one step changes its token less than a float16 rounding does.
+        # One step of a rounded query's code changes the result of its token less than a float16 rounding does.
         return ROUNDING["float16" if self.engine.rounds_queries else "float32"]
 
     def with_limits_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":

@@ -57,8 +57,8 @@ def _scaled_one(storage: Storage) -> Storage:
 def find_explanation(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
     """Return the known mistake that explains a deviating engine; None if none does.
 
-    A mistake explains the engine if the engine conforms to the faulty reference with it, or is CLOSER times nearer to that than
-    to the reference engine. If the engine's codes have the policy's formats, faulty references with other formats are excluded.
+    A mistake explains the engine if the engine conforms to its faulty reference, or is CLOSER times nearer to this one than to
+    the reference engine. If the engine's codes have the policy's formats, faulty references with other formats are excluded.
     """
     reference = comparer.reference.engine
     quantized = any(sequence.layers) and not comparer.problem(sequence)
@@ -81,7 +81,7 @@ def _compared(comparer: Comparer, sequence: ForcedSequence, engine: TorchEngine)
     other = replace(comparer, reference=replace(comparer.reference, engine=engine))
     ((replay, _),) = other.replay([sequence])
     record = other.compare(sequence, replay, problem="").record
-    # A vector may be closer than the faulty reference's own codes, for example if only that one rounds towards zero.
+    # An error is negative if a vector is closer than the faulty reference's own codes, for example because these round to zero.
     stored, layers = record.engine.stored_mean, tuple(map(abs, record.engine.stored_by_layer))
     changes = {"stored_mean": None if stored is None else abs(stored), "stored_by_layer": layers}
     return record.model_copy(update={"engine": record.engine.model_copy(update=changes)})

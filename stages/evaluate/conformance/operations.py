@@ -296,7 +296,7 @@ class StressTest:
         self.counts.reach(together=sorted(lengths)[-2:][0])
 
     def _check_pages(self, live: Sequence[ForcedSequence]) -> None:
-        """Report pages that the policy should have freed. Only the sequences `live` and the resting ones may be live."""
+        """Report pages that the policy should have freed. Call it while only `live` and the resting sequences are live."""
         policy, shape = self.engine.policy, self.engine.shape
         lengths = [len(sequence.tokens) for sequence in (*live, *self.resting)]
         due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
@@ -307,7 +307,7 @@ class StressTest:
             )
 
     def _serve_requests(self, sequences: Sequence[ForcedSequence]) -> None:
-        """Serve sequences that are prefilled already on an engine of whole requests."""
+        """Force sequences that were prefilled, as whole requests, on an engine that serves whole requests."""
         assert isinstance(self.engine, SupportsRequests)
         self.engine.release([sequence.handle for sequence in sequences])
         answers = self.engine.forced_together(

@@ -45,7 +45,7 @@ CONTINUATIONS = 8
 SHORT = 30
 """Number of different short prompts in the long queue."""
 REPEATED = 110
-"""Number of further prompts in the queue, which repeat these."""
+"""Number of further prompts in the queue, which repeat the SHORT ones."""
 LONG_ANSWERS = (160, 256)
 """Tokens of the first long answer in the queue, and of the two others, which are also limited by `decode_steps`."""
 
@@ -65,7 +65,7 @@ class Scenario:
 def batch(test: StressTest) -> None:
     """Decode a ragged batch of the largest size: first free answers, then forced decode.
 
-    Two rows have the claimed length. Rows end one after another, so that the batch has many sizes; the rows with the most
+    Two rows reach the claimed length. Rows end one after another, so that the batch has many sizes; the rows with the most
     decode steps end last. The last two rows decode their own free answers. Their prompts have at least two pages, because
     answers to short random prompts repeat one token.
     """
@@ -81,12 +81,12 @@ def batch(test: StressTest) -> None:
 
 
 def ragged(test: StressTest) -> list[ForcedSequence]:
-    """Return the rows of the ragged batch. The first row and the last but one are long, the others short."""
+    """Return the rows of the ragged batch. The first row and the last two have long prompts, the others mostly short ones."""
     size, most, config = test.largest, test.max_tokens, test.config
     steps = 1 + min(config.offset_steps, most // 2)  # the first step runs alone
     far = min(config.decode_steps, most - 32)
     claimed = min(test.claimed, most - STEPS)
-    # Together with the row of 1 token, the answer decodes at most of the lengths up to the claimed length.
+    # The long answer and the row of 1 token together decode at many of the lengths up to the claimed length.
     latest = max(2 * PAGE_TOKENS, claimed - far)
     begins = test.randint(min(max(2 * PAGE_TOKENS, far), latest), latest)
     chosen = [
@@ -129,8 +129,8 @@ def equal(test: StressTest) -> None:
 
     - Equal prompts decode different tokens, within a page and past its end.
     - Prompts share a page with different tokens before it; a third prompt has this page at another place.
-    - Prompts are equal up to the last token of a page, or up to their own last token.
-    - Prompts begin like the last released sequence: up to a few tokens around the end of a page, or with all of its tokens.
+    - Prompts differ from the last token of a page on, or only in their own last token.
+    - Prompts begin like the last released sequence: with all of its tokens, or up to a few tokens before or after a page's end.
     """
     prompt = test.draw(PAGE_TOKENS - test.randint(1, 2 * STEPS - 1))
     role = f"equal prompts of {len(prompt)} tokens that part"
@@ -305,7 +305,7 @@ def shared(test: StressTest) -> None:
 
 
 def offsets(test: StressTest) -> None:
-    """Decode short prompts of the page offsets at which no other scenario's prompt ended."""
+    """Decode short prompts that end at the page offsets where no earlier prompt ended."""
     short = range(1, min(PAGE_TOKENS, test.max_tokens - STEPS) + 1)
     lengths = [length for length in short if length % PAGE_TOKENS not in test.prompt_offsets]
     chosen = test.rng.permutation(lengths)[: test.scaled(len(lengths))].tolist()
@@ -317,7 +317,8 @@ def offsets(test: StressTest) -> None:
 def answers(test: StressTest) -> None:
     """Generate answers to the same prompts in several calls: in other orders and batches, with other limits and stop tokens.
 
-    Eleven prompts begin alike: one is the beginning itself, two share only a part of one or two pages, and six only a page.
+    Up to eleven prompts begin alike: one is the beginning itself, two continue it, two share half a page to 1.25 pages with it,
+    and six only a page.
     """
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
@@ -356,7 +357,8 @@ def long_queue(test: StressTest) -> None:
     waiting = [test.sequence("one of many that wait", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
     waiting += [waiting[i] for i in test.rng.integers(0, len(waiting), test.scaled(REPEATED))]
     limits = np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist()
-    # Short random prompts have answers that repeat one token. These requests take turns in the remaining places.
+    # Long prompts are quotes, because answers to short random prompts repeat one token. The waiting requests take turns in the
+    # remaining places.
     long = [test.sequence("a prompt with a long answer", test.quote(test.randint(9, PAGE_TOKENS))) for _ in range(3)]
     at_once = len(long) + max(1, test.largest // test.randint(2, 6))
     least, most = map(test.scaled, LONG_ANSWERS)

@@ -46,7 +46,7 @@ def run_stress_test(
         reference: The reference engine under the same policy.
         config: Limits of the test.
         batch_size: Batch size of the evaluation. The test's largest batch is at least this large.
-        claimed: Tokens of the longest sample. Several rows of the largest batch have this length.
+        claimed: Tokens of the longest sample. Two rows of the largest batch reach this length.
         progress: Called with the number of computed tokens, and their approximate total.
         baseline: Conformance of the 16-bit engine, whose distances a candidate may also have; None if unknown.
         asked: Tokens of the user's own questions, which limit the size of the test; None to run the whole test.
@@ -83,8 +83,8 @@ def run_stress_test(
 def _run_scenarios(test: StressTest) -> None:
     """Run the scenarios that the engine supports.
 
-    Two sequences stay live during all scenarios, and advance during the walk and after each scenario. Once they rest for
-    `IDLE_SECONDS` per request, together with a sequence whose neighbour has ended.
+    Up to two sequences stay live during all scenarios, and advance during the walk and after each scenario. At the end they
+    rest for `IDLE_SECONDS` per request, together with a sequence whose neighbour has ended.
     """
     engine = test.engine
     room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest

@@ -1,7 +1,7 @@
 """A random walk over all operations of an engine, on sequences of all lengths.
 
 Many faults need a combination, for example a turn of a fork after an eviction. The walk draws operations, lengths and order
-from the seed of the run. Lengths are drawn so that even a short walk has all residues modulo 16 and 64.
+from the seed of the run. Prompt lengths repeat no residue modulo 64, and turns none modulo 16, before all have occurred.
 """
 
 import itertools
@@ -24,15 +24,15 @@ JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES, WAKES = 11, 24, 22, 12, 5, 10, 3
 BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` forks a row."""
 EQUAL_TURN = 20
-"""Maximum tokens of the turns of equal length with which sibling forks begin."""
+"""Maximum tokens of the first turn of forks. Sibling forks get turns of equal length."""
 LATE_TURN = 2 * PAGE_TOKENS + 1
 """Minimum tokens of a long turn late in the walk."""
 LAST_STEPS = 4
 """Decode steps for which every sequence keeps room until the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
 LATE = ((130, 600), (600, 900))
-"""Minimum and maximum lengths of long prompts that join a running batch, in whole pages and up to two thirds of the largest
-length. The other long prompts begin together."""
+"""Minimum and maximum tokens of long prompts that join a running batch, before they are limited to two thirds of the largest
+length and rounded down to whole pages. The other long prompts begin together."""
 CONTINUED = 6
 """Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 
@@ -76,7 +76,7 @@ class Walk:
         policy, most = test.engine.policy, test.max_tokens
         window = most if policy.window is None else policy.window.tokens
         self.longest_turn = max(test.engine.prefill_chunk, min(window, policy.latest_tokens(test.engine.shape) or most))
-        """Maximum tokens of a turn, so that the cache still has all of them when codes are recorded."""
+        """Maximum tokens of a turn, so that no token is evicted before its codes are recorded."""
         self.short = self._lengths(PAGE_TOKENS, min(3 * PAGE_TOKENS, most // 2))
         self.turns = itertools.chain(TURN_TILES, self._lengths(16, min(self.longest_turn, most // 4)))
         self.borders = iter(BORDERS * RUNS)
@@ -122,7 +122,7 @@ class Walk:
     def join(self) -> None:
         """Start prompts in one call. Some are long, and some begin like another prompt.
 
-        In the next step they precede the rows of the last step.
+        They then decode in front of the rows of the last step, all at once or one by one.
         """
         joining = list[ForcedSequence]()
         count = self.test.randint(1, PROMPTS_AT_ONCE)
@@ -149,7 +149,7 @@ class Walk:
                 self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
-        """Decode all rows twice, in the order of the last step and in a new one, or a random subset in a new order."""
+        """Decode all rows twice, in the last step's order and in a new one, or some rows, often after two batches in turns."""
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
         rows = self._reordered(same)
         if self.rng.random() < 1 / 2:
@@ -187,7 +187,7 @@ class Walk:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def alone(self) -> None:
-        """Decode each row in a batch of one, by rising and then falling length, so that neighbors have equally many pages.
+        """Decode each row in a batch of one, by rising and then falling length: consecutive rows often have equally many pages.
 
         Half of the rows decode the same token.
         """
@@ -215,7 +215,7 @@ class Walk:
                 break
 
     def long_turn(self) -> None:
-        """Extend the conversation by a turn that leaves room for some short turns, and ends just after a tile."""
+        """Extend the conversation by a turn that leaves room, and ends just after 256, 512 or 768 tokens if possible."""
         most = self._room(self.talker) - self.test.max_tokens // 4
         length = len(self.talker.tokens)
         tiles = [tile for tile in (256, 512, 768) if 0 < tile - length < most]
@@ -240,7 +240,8 @@ class Walk:
 
         Variations, each drawn at random:
 
-        - A first fork decodes, or has a turn, and ends before the other forks start. If it had a turn, the row gets one, too.
+        - A first fork decodes with the row, or decodes alone after a turn, and ends before the other forks start. After such a
+          turn, the row gets a turn, too.
         - The row ends before its forks decode.
         - The forks begin with turns of equal length, some with equal tokens, or with a decode step in one batch with the row.
         """
@@ -286,7 +287,7 @@ class Walk:
         self._release(count - (self.test.largest - len(self.rows)), *staying)
 
     def _release(self, count: int, *staying: ForcedSequence) -> None:
-        """Release up to `count` rows in random order, of the longest only a few."""
+        """Release up to `count` random rows, but few of the longest rows."""
         longest = sorted(self.rows, key=lambda row: -len(row.tokens))[: self.test.largest // 3]
         kept = {self.talker, *staying, *(row for row in longest if self.rng.random() < 15 / 16)}
         leaving = [row for row in self.rows if row not in kept]
@@ -311,7 +312,7 @@ class Walk:
             row = rows[number % CONTINUED % len(rows)]
             rows.append(test.fork(row, row.name))
             rows[-1].ahead = list(row.ahead)
-        # Neighbours differ in their tokens: a row that reads its neighbour's page must show.
+        # Neighbours differ in their tokens, so that reading a neighbour's page changes a row's logits.
         blocks = [range(begin, min(begin + CONTINUED, len(rows))) for begin in range(0, len(rows), CONTINUED)]
         for _ in range(3):
             order = [place for block in self.rng.permutation(len(blocks)) for place in self.rng.permutation(blocks[block])]

@@ -5,7 +5,7 @@ first, from the quantized cache. A prefill attends over fresh keys and values, a
 
 While every reference token is also the most likely token, the greedy answer **equals** the reference. At the first
 difference, the sequence is forked: the fork generates the answer freely, and the original continues with the reference.
-Engines that cannot fork generate the differing answers in a second pass.
+Without forks, or after a one-pass decode, a second pass generates the differing answers.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -27,7 +27,7 @@ GROUP = 4
 """Number of requests in a group that measures the noise floor."""
 MIN_LIMIT_KL = 1e-5
 FACTOR = 10.0
-"""Allowed multiple of the largest noise of any request, both as mean KL in nats per token."""
+"""Maximum mean KL of a request, as a multiple of the largest mean KL of any request from noise alone."""
 
 NamedRequest = tuple[str, ForcedRequest]
 """(name, request); the name has the ids of the samples that the request begins and ends with."""
@@ -95,7 +95,7 @@ def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequenc
 
 
 def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int | None) -> Iterator[NamedRequest]:
-    """Yield requests: the shortest samples of more than three pages, then mixtures of their beginnings and endings.
+    """Yield requests: samples of more than three pages (or else the longest quarter), then mixtures of their halves.
 
     The mixtures share their first page with another prompt. A request decodes at least a page of tokens, so that it needs a new
     page while it is decoded.

@@ -41,7 +41,7 @@ Drafter = Callable[[Sequence[int], Sequence[int]], int]
 
 
 def count_passes(answer: Sequence[int], propose: Callable[[int], Sequence[int]]) -> int:
-    """Return the number of target passes that produce `answer`. `propose(n)` returns the draft after its first n tokens."""
+    """Return the number of target passes that produce `answer`. `propose(n)` returns the draft after `answer[:n]`."""
     place = passes = 0
     while place < len(answer):
         # The last token of an answer needs no draft: the pass itself yields it.

@@ -5,8 +5,8 @@ other tokens are one outcome, the rest. By the data processing inequality, their
 The difference is the mass of the rest times the KL within the rest. `kl_of_logits` computes the KL over the vocabulary, against
 which the truncated KL is checked.
 
-A file of log-probabilities holds the arrays of `SampleLogProbs` for each sample, named `<id>/<array>`. The number of tokens
-depends on the distribution: tens if the model is certain, thousands if it is uncertain.
+A file of log-probabilities holds the arrays of `SampleLogProbs` for each sample, named `<id>/<array>`. The number of kept
+tokens depends on the distribution: tens if the model is certain, thousands if it is uncertain.
 
 Legend: B = rows, V = vocab_size, K = kept tokens. Sums are in float64, because a KL of 1e-7 is a difference of terms
 near 1. Exponentials over the vocabulary are in float32, because they affect only the mass of the rest.
@@ -96,7 +96,7 @@ class Distributions:
         return logits - log_total, rest / total, self._peaks[row] + log_total
 
     def top_tokens(self, row: int) -> npt.NDArray[np.integer]:
-        """Return the tokens to keep, most likely first: the fewest tokens that leave REST_MASS, but at most the cap."""
+        """Return the tokens to keep, most likely first: the fewest with a rest of at most REST_MASS, from TOP_K to the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
         min_count, cap = min(TOP_K, vocab), max_kept_tokens(vocab)

@@ -39,8 +39,8 @@ _WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,:/@-]\w+)*")
 def words_of(text: str) -> tuple[str, ...]:
     """Return the words that check "mention" compares, case-folded and in Unicode's compatibility form (NFKC).
 
-    A word is a run of letters and digits. It may contain `. , : / @ -` and may begin with the minus sign of a number.
-    Therefore 93.10 mentions neither 93 nor 10, and -5 does not mention 5. Other punctuation and whitespace separates words.
+    A word is a run of letters, digits and _. It may have single `. , : / @ -` inside, and the minus sign of a number in front.
+    Therefore 93.10 mentions neither 93 nor 10, and -5 does not mention 5. Other punctuation and white space separate words.
     """
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 

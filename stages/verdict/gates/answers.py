@@ -19,7 +19,8 @@ from stages.verdict.report import Acceptance, Accuracy, SampleRow
 from stages.verdict.thresholds import MARGIN, MAX_SAMPLES, Check, Gate, LineStatus, Thresholds
 
 WORST = 2.0
-"""Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
+"""Maximum loss of a document that the bet assumes, as a multiple of the limit. At the larger stake, a document without
+loss doubles the score."""
 BET_SHARE, STUDENT_SHARE = 0.2, 0.1
 """Shares of a PASS's level for the bet and for Student's t. The rest is for documents that are worse than the bet assumes: if
 a few questions are broken and the others are perfect, candidates at the limit pass about five times more often than the bet's

@@ -101,7 +101,7 @@ def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
 
 
 def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
-    """Yield INCONCLUSIVE if an engine's KL from itself is unknown, or not below the threshold of a KL."""
+    """Yield INCONCLUSIVE if the baseline's noise was not measured, or if an engine's noise is not below a gate's KL limit."""
     report = evidence.report
     if report.noise is None:
         text = "no noise floor was measured; set workloads.noise_samples to 1 or more"

@@ -142,7 +142,7 @@ def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KE
 
 
 def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a fake that takes the arguments of the real function. The fake gets those that its own parameters name."""
+    """Return a function with the real function's parameters that passes the fake only the arguments that the fake names."""
     real, parameters = real_signature(module, name), signature(fake).parameters
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -153,7 +153,7 @@ def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., A
 
 
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the real stages by the fakes. A call that a real function would not take fails. mypy checks calls of classes."""
+    """Replace the real stages by the fakes. Calls that a real function would refuse fail; calls of classes are left to mypy."""
 
     def fake(module: str, **fakes: Any) -> None:
         functions = {name: checked(module, name, value) if name.islower() else value for name, value in fakes.items()}
@@ -193,7 +193,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_round=lambda directory: json.loads((directory / "round.json").read_text())["policy"],
     )
     fake("evaluate.joining", join=join)
-    monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})  # a process that imports Vega
+    monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})  # would start a process that imports Vega
     for module in (engine_steps, inputs):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
     monkeypatch.setattr(verdict_steps, "TorchBackend", FakeBackend)

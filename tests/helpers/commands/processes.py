@@ -18,7 +18,7 @@ def processes_with(folder: Path) -> list[list[str]]:
 
 
 def await_none_with(folder: Path, seconds: float = 30) -> None:
-    """Wait until no such process runs. The kernel removes a killed process with a delay."""
+    """Wait until `processes_with` finds none. The kernel removes a killed process with a delay."""
     deadline = time.monotonic() + seconds
     while remaining := processes_with(folder):
         assert time.monotonic() < deadline, remaining

@@ -155,6 +155,6 @@ def _random(rng: np.random.Generator, name: str, array: Array) -> Array:
         return rng.standard_normal(array.shape).astype(np.float32).astype(array.dtype)
     codes = rng.integers(0, 256, array.shape, np.uint8)
     if array.dtype == np.uint8:
-        codes &= 0xF7  # clears the values above magnitude 0x77, so that no E4M3 or E5M2 code is NaN or infinite
+        # the largest exponents would be NaN or infinite in E4M3 or E5M2
         codes -= (codes & 0x78 == 0x78).astype(np.uint8) * 8
     return codes.view(array.dtype)

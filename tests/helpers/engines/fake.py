@@ -1,6 +1,6 @@
 """An engine without a model, with faults to switch on: it knows the answers and reads them from a "cache" of keys.
 
-Its logits depend on the whole history of the sequence, so that one wrong token changes all later logits.
+Its logits depend on whether the whole history follows the answer, so that one wrong token changes the answer's later logits.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -31,7 +31,7 @@ def config_of(backend: str, python: str | None, **changes: Any) -> Any:
 
 
 def write_scales(path: Path, policy: KVPolicy) -> Path:
-    """Write a kv_scales.json that fits any policy that vLLM supports."""
+    """Write a kv_scales.json for a policy that vLLM supports."""
     layers = []
     for layer in range(LAYERS):
         sides = {}

@@ -1,4 +1,4 @@
-"""A tiny random Llama, its decoder skeleton, KV policies that cover the family, and the reference engine for comparison."""
+"""A tiny random Llama, its decoder skeleton, KV policies that cover all formats, and the reference engine for comparison."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""A hand-written quantized checkpoint with both exports, with ModelOpt's names and shapes but without its run time."""
+"""A hand-written quantized checkpoint with its two exports. Names and shapes are ModelOpt's, which would take longer."""
 
 import json
 from pathlib import Path

@@ -4,8 +4,8 @@
 
 VECTORS.npy holds keys and values (2, T, H, D) float32. STORED.npz gets the bytes that vLLM stores:
 - turboquant_k8v4: `turboquant` (T, H, slot).
-- int4_per_token_head: `key`, `value` (T, H, D / 2), float32 `key_scale`, `value_scale` (T, H), and `rotated_back`
-  (2, T, H, D), the vectors after rotation and its inverse.
+- int4_per_token_head: `key`, `value` (T, H, D / 2), float32 `key_scale`, `value_scale` (T, H), the rotation's `signs`, and
+  `rotated_back` (2, T, H, D), the vectors after rotation and its inverse.
 - int8_per_token_head and fp8_per_token_head: codes `int8_key` and `fp8_key` (T, H, D) and scales `int8_key_scale` and
   `fp8_key_scale` (T, H), and the same names with `value`.
 """
@@ -33,7 +33,7 @@ BLOCK = 16
 
 
 def block_of(dim: int) -> int:
-    """Return the number of channels that are rotated together."""
+    """Return the channels that are rotated together: the largest power of two that divides `dim`."""
     return dim & -dim
 
 

@@ -1,4 +1,4 @@
-"""Every format of the family, tensors to store, and round trips of the tensors through the formats.
+"""Every number format of KV policies, tensors to store, and round trips of the tensors through the formats.
 
 Legend: H = KV heads, T = tokens, D = head_dim.
 """
@@ -30,7 +30,7 @@ A rotation may concentrate a head of 128 channels in one channel, and the caches
 
 
 def add_int2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add 2-bit integers to the table of codes. A new integer width needs only one folder and one table entry."""
+    """Add 2-bit integers to the table of codes. A new integer width needs only a table entry."""
     monkeypatch.setitem(CODES, "int2", replace(CODES["int4"], name="int2", bits=2, limit=1.0, native=(None, None)))
 
 

@@ -147,7 +147,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def make_champion(patch: pytest.MonkeyPatch, evidence: Path) -> Version:
-    """Let every registry have the engine of an evidence as champion, version 1; return the version."""
+    """Make every registry return the evidence's engine as its champion, version 1; return the version."""
     from pipeline.registry import mlflow_store  # importing MLflow takes 2 s
 
     version = Version("1", cited_tags(evidence))

@@ -116,7 +116,7 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
 
 
 def declared() -> dict[str, tuple[list[str], dict[str, type], list[str], int]]:
-    """Return, by operation, the input names, attributes and number of outputs that NVIDIA's parser has read."""
+    """Return each operation's inputs, attributes, launch attributes and number of outputs, as NVIDIA's parser has read them."""
     from tensorrt_bindings.plugin import _lib
 
     return {

@@ -4,5 +4,5 @@ import math
 
 
 def at_most(rate: float, runs: int) -> float:
-    """Return the share among `runs` that a true rate exceeds with a probability of 1/1,000."""
+    """Return the limit that the share among `runs` exceeds with a probability of 1/1,000 if the true rate is `rate`."""
     return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)

@@ -79,7 +79,7 @@ def exhibit(
 
 
 def exhibits(folder: Path) -> list[Exhibit]:
-    """Return a sound cache, a smaller cache with a larger distance, and a cache that loses answers."""
+    """Return a sound cache, a slightly larger cache with twice the distance, and a small cache that loses many answers."""
     return [
         exhibit(folder, "fp8", rows(0), kib=1.0, kl=0.001),
         exhibit(folder, "int8", rows(1), kib=1.1, kl=0.002),

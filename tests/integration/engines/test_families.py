@@ -42,8 +42,8 @@ AGED = KVPolicy(
 )  # fmt: skip
 """A policy with exact tokens and a window of finer numbers, in addition to a layer's own window.
 
-Groups of 16 also fit heads whose size is no multiple of 64. The window's keys are not float16: those would show how far the
-computed keys are apart, which coarser codes hide.
+Groups of 16 also fit heads whose size is no multiple of 64. The window's keys are int8, because float16 keys would show small
+differences between the computed keys, which int8 codes hide.
 """
 FEW = ("qwen2",)
 """The family of `make test`, with scaled rotations and a sliding window in some layers."""

@@ -252,7 +252,7 @@ def test_a_library_that_was_damaged_is_compiled_again(damaged: bytes, monkeypatc
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, None])
 def test_a_cache_that_other_users_can_change_is_refused(mode: int | None, own_cache: Path, tmp_path: Path) -> None:
-    """None: a link in place of the cache."""
+    """A mode of None stands for a link that replaces the cache."""
     own_cache.parent.mkdir()
     if mode is None:
         (tmp_path / "elsewhere").mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The full-pool test on ONNX engines: sound engines answer as with room, and faults in waiting or preemption fail."""
+"""The full-pool test on ONNX engines: sound engines answer as in a large pool; faults in waiting or preemption fail."""
 
 import heapq
 import re

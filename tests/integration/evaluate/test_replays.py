@@ -75,7 +75,7 @@ def test_a_fork_with_other_codes_or_tokens_is_replayed_in_full(model: Any) -> No
     assert fork.shared_tokens(origin, 64) == 0
     codes[0, COMMON - 1, 0] ^= 1
     fork.tokens[70] = 1 + origin.tokens[70] % 8
-    assert fork.shared_tokens(origin, 64) == 64  # the last whole chunk before the other token
+    assert fork.shared_tokens(origin, 64) == 64  # the last whole chunk before the different token
 
 
 def test_a_rounding_is_measured_for_the_first_sequence_and_then_only_if_decisive(model: Any) -> None:

@@ -52,7 +52,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 
 @pytest.fixture
 def briefly(limit: Limit) -> Limit:
-    """Like `limit` in `make test`. `make test-long` runs every scenario."""
+    """`limit` in `make test`; in `make test-long`, a function that does nothing."""
     return limit if STRIDE > 1 else lambda *_: None
 
 
@@ -103,7 +103,7 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
 
 
 def test_an_engine_that_rounds_queries_is_allowed_another_code_of_a_query(model: Any) -> None:
-    """Without this, four of ten runs of llama.cpp's types failed: no engine shows its rounded queries."""
+    """Without this allowance, four of ten runs of llama.cpp's types failed, because no engine shows its rounded queries."""
     rounded, exact = (TorchEngine.from_model(model, config_of(f"kv={name}").kv) for name in ("llamacpp_q8_0", "int8"))
     assert ReferenceEngine(rounded, None).rounding == ROUNDING["float16"] > ReferenceEngine(exact, None).rounding
 
@@ -168,7 +168,7 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("answers_wrap_at_103", FAR, "", "generate: token 1 of the answer to a prompt of"),
     ("logits_of_another_leak", FAR, "", "isolation: "),
 ]
-"""Faults of the library and `logits_of_another_leak`, the scenario that must find the fault, and the expected message.
+"""(fault of the library or `logits_of_another_leak`, configuration, scenario that must find the fault, message).
 
 Faults with FAR take long.
 """

@@ -62,7 +62,7 @@ class Case:
     group: int
     compute: Compute
     programs: int
-    """W of a decode step, and number of splits over the pages for several new tokens."""
+    """K of a decode step, and number of splits over the pages for several new tokens."""
     sm: int
     sizes: dict[str, int | Triple]
     suffix: str
@@ -125,7 +125,7 @@ def triple(size: int | Triple) -> Triple:
 
 
 def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> None:
-    """Check the properties shared by all three operations."""
+    """Check the properties that all operations share."""
     assert plan.parameters == ["u64"] * len(node.inputs) + ["u32"] * len(extras) + ["u64"] * len(node.outputs)
     assert plan.extras == extras
     assert re.search(rf"^\.target sm_{case.sm}a?$", plan.ptx, re.MULTILINE)

@@ -1,9 +1,9 @@
 """NVIDIA ModelOpt's quantizers as an independent check of the reference engine's arithmetic.
 
 The vectors are a fifth larger than in calibration, so that some numbers saturate. ModelOpt multiplies by limit / amax, whereas
-the contract divides by amax / limit. Without a crossed tie, the results differ by 2^-22 of a vector's largest number, or 2^-21
-through a rotation (CLOSE allows twice that). A tie is crossed if a quotient lies on it to within float32's 2^-24: for int8
-about one number in 10^5 (TIES).
+kvgate divides by amax / limit. So a quotient within float32's 2^-24 of a tie may round to the other code: for int8 about one
+number in 10^5 (TIES). All other results differ by at most 2^-22 of a vector's largest number, or 2^-21 through a rotation
+(CLOSE allows twice that).
 """
 
 from typing import Any

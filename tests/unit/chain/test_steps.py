@@ -74,6 +74,17 @@ def test_default_threads_are_the_physical_cores_and_in_the_key(tmp_path: Path, m
     assert parts[6, False] == parts[6, True] != parts[2, True]
 
 
+def test_the_same_questions_in_another_folder_are_not_asked_again(tmp_path: Path) -> None:
+    keys = set[str]()
+    for folder, text in (("a", "one"), ("b", "one"), ("c", "another")):
+        file = tmp_path / folder / "questions.jsonl"
+        file.parent.mkdir()
+        file.write_text(text)
+        config = configured(tmp_path, "workloads=jsonl", f"workloads.jsonl={file}")
+        keys.add(Run(config).verdict_steps.recipe("round", "measure", {}).key)
+    assert len(keys) == 2
+
+
 def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)

@@ -135,7 +135,7 @@ SLIDES = (None, 7, 70, 1, None, 1000, 70, None, None, 7)
 
 
 def evicts(policy: KVPolicy, start: int, position: int) -> bool:
-    """Return whether the position is neither a sink nor on a page that begins to leave the window after `start` tokens."""
+    """Return whether a position is no sink and lies on a page that has left the window completely after `start` tokens."""
     if policy.eviction is None:
         return False
     latest = max(0, start - policy.eviction.window_tokens) // PAGE_TOKENS * PAGE_TOKENS

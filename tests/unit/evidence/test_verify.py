@@ -242,7 +242,7 @@ def test_an_exchanged_input_is_named_even_if_sealed_again(
 
 
 def read_build(copy: Path) -> str:
-    """Return the part of an engine's title that its key decides."""
+    """Return an engine's title without `build `: the start of the key of its quantize step."""
     return read_lineage(copy / IDENTITY_FILE).link("engine").title.removeprefix("build ")
 
 

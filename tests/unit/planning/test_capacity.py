@@ -172,6 +172,8 @@ def test_complete_shapes_of_other_architectures_are_read(tmp_path: Path) -> None
     assert "taken as hidden_size / num_attention_heads = 128" in cohere.notes[0]
     nested = read_model(written(tmp_path, {"model_type": "gemma3", "text_config": GEMMA | {"sliding_window_pattern": 4}}))
     assert nested.windows == (4096, 4096, 4096, None) * 8
+    unused = LLAMA_8B | {"model_type": "new", "sliding_window": 512, "use_sliding_window": False}
+    assert read_model(written(tmp_path, unused)).windows == (None,) * 32
     listed = GEMMA | {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]}
     assert read_model(written(tmp_path, listed)).windows == (None,) * 31 + (4096,)
 

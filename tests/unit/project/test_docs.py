@@ -149,7 +149,7 @@ def test_the_target_of_every_link_and_path_exists(document: str) -> None:
 
 @pytest.mark.parametrize("document", sorted(TEXT))
 def test_a_blank_line_precedes_every_list(document: str) -> None:
-    """Without it, the site shows the list as a paragraph; GitHub shows a list."""
+    """Without the blank line, the site shows the list as a paragraph; GitHub shows a list."""
     for prose in TEXT[document].split("```")[::2]:
         assert re.findall(r"^(?!- |\d+\. |  |#|\|).*\S.*\n(?:- |\d+\. ).*", prose, re.MULTILINE) == []
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-ARGUMENT = re.compile(r"^ {4}(\w+): ", re.M)
+ARGUMENTS = re.compile(r"^ {4}(\w+(?:, \w+)*): ", re.M)
 
 
 def test_documented_parameters_exist() -> None:
@@ -15,6 +15,7 @@ def test_documented_parameters_exist() -> None:
             if isinstance(node, ast.FunctionDef):
                 section = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
                 names = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
-                missing = [name for name in ARGUMENT.findall(section) if name not in names]
+                documented = [name for line in ARGUMENTS.findall(section) for name in line.split(", ")]
+                missing = [name for name in documented if name not in names]
                 wrong += [f"{path.relative_to(ROOT)}: {node.name} has no parameter {name}" for name in missing]
     assert wrong == []

@@ -94,7 +94,7 @@ def test_there_are_no_import_cycles() -> None:
 
 
 def test_only_backends_are_imported_by_name() -> None:
-    """Backends, and the modules that build their bundles, are the only modules imported with `import_module`."""
+    """Only these modules call `import_module`: to load backends, their configurations, and the modules of their bundles."""
     dynamic = {name for name in MODULES if "import_module(" in MODULES[name].read_text("utf-8") and ".worker." not in name}
     assert dynamic == {
         "stages.engines.backend",
@@ -151,7 +151,7 @@ LIGHT_MODULES = {
     ),
     *(name for name in MODULES if name.startswith("pipeline") and not name.startswith("pipeline.lm_eval")),
 } - {"pipeline.registry.mlflow_store"}
-"""The pipeline, and modules of stages that must be fast to import."""
+"""The pipeline, and modules of stages and plugins that must be fast to import."""
 
 
 def test_light_modules_import_no_heavy_library() -> None:

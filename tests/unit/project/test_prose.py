@@ -34,12 +34,16 @@ PHRASES = re.compile(
 )
 
 
+TEXTS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+"""Types of tokens with texts. From Python 3.12 on, the parts of an f-string are tokens of their own."""
+
+
 def python_texts(source: str) -> Iterator[str]:
     """Yield comments, docstrings, and other strings of five or more words."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.string.lstrip("# ")
-        elif token.type == tokenize.STRING and len(re.findall(r"\b[a-z]{2,}\b", token.string)) >= 5:
+        elif token.type in TEXTS and len(re.findall(r"\b[a-z]{2,}\b", token.string)) >= 5:
             yield token.string.strip("rf\"'")
 
 

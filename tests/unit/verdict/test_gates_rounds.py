@@ -34,7 +34,7 @@ def verdict_after(rows: list[SampleRow], last: int, **changes: object) -> Verdic
 
 
 def final_verdict(rows: list[SampleRow]) -> tuple[str, int]:
-    """Return the final verdict of an evaluation that final_verdict once it is decided, and the number of its last round."""
+    """Return the status of the first final verdict over the rounds of PLAN, and the number of its round."""
     numbered = in_rounds(rows, PLAN)
     for last in range(1, len(PLAN) + 1):
         finished = [r for r in numbered if r.round <= last]

@@ -21,7 +21,7 @@ CUT = bets.OUTLIER * LIMIT
 
 
 def two_points(rng: np.random.Generator, documents: int, high: float) -> Array:
-    """Return documents with a mean exactly at the limit: most have 0, the others `high`."""
+    """Return documents whose expected mean is LIMIT: most have 0, the others `high`."""
     return np.where(rng.random((RUNS, documents)) < LIMIT / high, high, 0.0)
 
 

@@ -170,7 +170,10 @@ class LlamaCppModel:
         return {"answers": answers}
 
     def _answer(self, group: list[dict[str, Any]], key_fault: float) -> tuple[list[list[int]], list[dict[int, Any]]]:
-        """Return each request's tokens, and its logits by step. Known tokens are decoded in batches, others one by one."""
+        """Return each request's tokens, and its logits by step.
+
+        Known tokens are decoded in batches, others one by one; with a fault, all tokens after the prompt one by one.
+        """
         generated: list[list[int]] = [[] for _ in group]
         rows: list[dict[int, Any]] = [{} for _ in group]
         cached = self._begin([request["prompt"][:-1] for request in group])

@@ -1,7 +1,8 @@
 """Compiles the attention kernel for this machine and a model's heads into a private cache of the user.
 
 Libraries are loaded only from that cache, and compiled only from this package's sources, never from a bundle. A
-library's file name ends with the sha256 of its bytes. Loading checks it, because a truncated library would crash the process.
+library's file name ends with the sha256 of its bytes. Loading checks this digest, because a truncated library would crash the
+process.
 """
 
 import hashlib
