@@ -1,24 +1,19 @@
 """Digests of JSON, files, directories, and the source code that a stage can reach."""
 
+import ast
 import errno
 import hashlib
 import importlib.util
 import json
 import os
-import re
 import stat
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from types import CodeType
 
 from stages.core.threads import in_threads
 
 FIRST_PARTY = ("pipeline", "stages", "plugins")
-IMPORT = re.compile(
-    rf"^[ \t]*(?:from|import)[ \t]+((?:{'|'.join(FIRST_PARTY)})\b[\w.]*)(?:[ \t]+import[ \t]+(\([^)]*\)|.*))?", re.MULTILINE
-)
-"""Matches a first-party import: the module, and the imported names."""
 
 
 def json_digest(value: object) -> str:
@@ -76,12 +71,12 @@ def files_digest(files: Mapping[str, str], under: str = "") -> str:
 
 @cache
 def _source(module: str) -> Path | None:
-    """Return the source file of a first-party module, or None if `module` names something inside a module.
+    """Return the source file of a first-party module, or None if `module` names anything else.
 
     The file is looked up by path: importlib would import the parents of a submodule, and so torch and ModelOpt.
     """
     package, *folders = module.split(".")
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package) if package in FIRST_PARTY else None
     if spec is None or not spec.submodule_search_locations:
         return None
     path = Path(spec.submodule_search_locations[0], *folders)
@@ -89,16 +84,24 @@ def _source(module: str) -> Path | None:
 
 
 @cache
-def _first_party_imports(path: Path) -> set[str]:
-    """Return the first-party names that a source imports, and some names that are not modules.
-
-    A regular expression finds the imports, because parsing hundreds of files would take a second.
-    """
-    names: set[str] = set()
-    for module, imported in IMPORT.findall(path.read_text(encoding="utf-8")):
-        # `from stages import onnx` names a module; in `from stages.engines.onnx import build`, `build` may not be a module.
-        names |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", imported))}
-    return names
+def _parsed(path: Path) -> tuple[str, set[str]]:
+    """Return the digest of a source file's syntax tree without docstrings, and the names of what the file imports."""
+    tree, names = ast.parse(path.read_bytes()), set[str]()
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # `from stages import onnx` names a module; in `from stages.engines.onnx import build`, `build` may not be a module.
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            # A docstring, also of a field, is an expression statement that is only a constant.
+            node.body = [
+                part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            ]
+        # Expressions, which are most of the nodes, contain no statements.
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return json_digest(ast.dump(tree)), names
 
 
 def reachable_modules(entry: str) -> dict[str, Path]:
@@ -117,7 +120,7 @@ def reachable_modules(entry: str) -> dict[str, Path]:
         parents = {name.rsplit(".", 1)[0]} if "." in name else set()
         # Nothing imports the scripts that another interpreter runs: they lie in a package `worker`.
         scripts = {f"{name}.{path.stem}" for path in source.parent.glob("kvgate_*.py")} if name.endswith(".worker") else set()
-        todo += sorted(_first_party_imports(source) | parents | scripts)
+        todo += sorted(_parsed(source)[1] | parents | scripts)
     return modules
 
 
@@ -126,25 +129,9 @@ def code_digest(entry: str) -> str:
     """Return the digest of the code of `entry` and of every module that it can import, without comments and docstrings."""
     modules = reachable_modules(entry)
     assert modules, f"{entry} is not a module of kvgate"
-    return json_digest({name: compiled_digest(path) for name, path in modules.items()})
+    return json_digest({name: source_digest(path) for name, path in modules.items()})
 
 
-@cache
-def compiled_digest(path: Path) -> str:
-    """Return the digest of a source file's bytecode, which Python compiles ten times as fast as `ast` builds a syntax tree."""
-    return json_digest(_instructions(compile(path.read_bytes(), path.name, "exec", dont_inherit=True, optimize=2)))
-
-
-def _instructions(code: CodeType) -> list[object]:
-    """Return the parts of compiled code that decide its behaviour, equal in every process of one Python version."""
-    constants = [
-        _instructions(value)
-        if isinstance(value, CodeType)
-        else sorted(map(repr, value))
-        if isinstance(value, frozenset)
-        else repr(value)
-        for value in code.co_consts
-    ]
-    arguments = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
-    names = [code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
-    return [code.co_code.hex(), code.co_exceptiontable.hex(), constants, arguments, names]
+def source_digest(path: Path) -> str:
+    """Return the digest of a Python source file without comments and docstrings."""
+    return _parsed(path)[0]

@@ -21,7 +21,7 @@ from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Outcome
 from faults.runner import BACKENDS, DEFAULT, FaultRunner, Judgement
 from pipeline.config.compose import plan
-from stages.core.digest import code_digest, compiled_digest, json_digest
+from stages.core.digest import code_digest, json_digest, source_digest
 
 CODE = (
     "stages.evaluate.measure",
@@ -57,7 +57,7 @@ class Job:
 
 
 def _texts(*names: str) -> list[str]:
-    return [compiled_digest(Path(__file__).with_name(f"{name}.py")) for name in names]
+    return [source_digest(Path(__file__).with_name(f"{name}.py")) for name in names]
 
 
 def main() -> None:

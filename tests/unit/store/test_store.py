@@ -188,10 +188,31 @@ def test_code_digest_covers_all_imports_of_a_module() -> None:
     assert "pipeline.store.store" not in digest.reachable_modules("stages.policies.policy")
 
 
+IMPORTS = """
+import stages.a
+def imported_later(): from stages import b; from stages.c import (d,
+    e)
+TEXT = "import stages.text"
+'''
+from stages.f import g
+'''
+"""
+
+
+def test_a_module_reaches_what_its_statements_import_not_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    source = {"stages.imports": tmp_path / "imports.py"}
+    monkeypatch.setattr(digest, "_source", lambda name: source.get(name, tmp_path / "empty.py"))
+    modules = {"stages.a", "stages.b", "stages.c", "stages.c.d", "stages.c.e"}
+    assert set(digest.reachable_modules("stages.imports")) == {"stages", "stages.imports", *modules}
+
+
 CODE = """
 # A comment.
 def scaled(value: float) -> float:
     \"\"\"Return twice the value.\"\"\"
+    assert value >= 0
     return value * 2.0 if value in {"one", "two", "three"} else 0.0
 """
 
@@ -201,6 +222,9 @@ def scaled(value: float) -> float:
     [
         ("# A comment.", "# Another one,\n# of two lines.", True),
         ("Return twice the value.", "Double the value.", True),
+        ('    """Return twice the value."""\n', "", True),
+        ("    assert value >= 0\n", "", False),
+        ("assert value >= 0", "assert value > 0", False),
         ("2.0", "2", False),
         ("0.0", "-0.0", False),
         ('"two"', '"four"', False),
