@@ -183,7 +183,7 @@ def installed() -> list[str]:
 
 
 def install(name: str) -> str:
-    return f"pip install 'kvgate[{EXTRAS[name]}]'"
+    return f"pip install -e '.[{EXTRAS[name]}]' in kvgate's directory"
 
 
 def check_installed(name: object) -> None:

@@ -68,14 +68,15 @@ class SigningConfig(StrictModel):
 def _open(name: str, path: str) -> Any:
     """Return model-signing's signer or verifier for a key file. Raises UserError, without the key's content in the message."""
     try:
+        read_file(file := absolute_path(path), MAX_BYTES)  # first, because the library may be missing too
         from model_signing import signing, verifying
 
-        read_file(file := absolute_path(path), MAX_BYTES)
         if name == "key":
             return signing.Config().use_elliptic_key_signer(private_key=file)
         return verifying.Config().use_elliptic_key_verifier(public_key=file)
     except ImportError as error:
-        raise MissingRequirement(f"signing.{name}: {error.name} is missing: pip install 'kvgate[signing]'") from None
+        fix = "pip install -e '.[signing]' in kvgate's directory"
+        raise MissingRequirement(f"signing.{name}={path}: {error.name} is missing: {fix}") from None
     except Exception as error:  # cryptography raises many kinds; only our messages never quote the key
         problem = error if isinstance(error, Unreadable) else "is not such an EC key in PEM without a password"
         raise UserError(f"signing.{name}={path}: {problem}; {HOW}") from None

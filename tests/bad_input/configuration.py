@@ -69,6 +69,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("hydra/sweeper=optuna", "hydra/sweeper=optuna", "stage=tune"),
     ("--config-dir nowhere", "--config-dir=nowhere", "no such directory"),
     ("--frobnicate",),
+    ("signing.key=nowhere.pem", "signing.key=nowhere.pem: no such file", "openssl"),
     ("stage=status -m seed=0,1", "stage=status", "leave out -m"),
     ("-m kv=int8 tracking.uri=a,b", "tracking.uri=a,b: the jobs of a sweep share it; give one value"),
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),

@@ -19,7 +19,7 @@ from stages.core.records import no_progress
 from stages.engines.reference.build import build_bundle
 from stages.policies.policy import FP16_POLICY
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvgate[lm-eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[lm-eval]'")
 
 from lm_eval.api.instance import Instance
 

@@ -63,7 +63,7 @@ def resolve_device(device: str) -> str:
         raise MissingRequirement(f"backend.device={device}: torch finds no NVIDIA GPU here; set backend.device=cpu")
     if find_spec("triton") is None:
         raise MissingRequirement(
-            f"backend.device={device} needs triton, which is not installed here: pip install 'kvgate[kernels]', or set "
+            f"backend.device={device} needs triton, which is not installed here: pip install 'triton>=3.6,<3.8', or set "
             "backend.device=cpu"
         )
     major, minor = torch.cuda.get_device_capability()

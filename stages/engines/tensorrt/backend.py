@@ -126,7 +126,7 @@ class TensorRTBackend(PlanBackend[TensorRTConfig]):
         cuda_gpu()
         takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in built_policies(job))
         if takes_plugin and triton_version() is None:
-            raise MissingRequirement("backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'")
+            raise MissingRequirement("backend=tensorrt needs Triton for the attention plugin: pip install 'triton>=3.6,<3.8'")
 
     def build_parts(self) -> dict[str, object]:
         """Return the parts of a build, including the GPU, because plans are tuned for the GPU that builds them."""

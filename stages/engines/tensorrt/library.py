@@ -21,7 +21,7 @@ checked. tests/contract/test_tensorrt_facts.py reads the bindings of TensorRT 10
 TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
 
 HOW_TO_GET: dict[Name, str] = {
-    "tensorrt_rtx": "pip install 'kvgate[rtx]' (tensorrt-rtx-cu13 of PyPI)",
+    "tensorrt_rtx": "pip install 'tensorrt-rtx-cu13>=1.7,<1.8'",
     "tensorrt": (
         "pip install 'tensorrt-cu13>=10.14,<12' --extra-index-url https://pypi.nvidia.com (PyPI itself has a stub), or run in "
         "a container with such a release (nvcr.io/nvidia/tensorrt)"

@@ -169,7 +169,7 @@ def test_files_of_config_dir_bring_no_code_into_hydra(file: str, text: str, key:
 @pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
 def test_a_missing_launcher_is_named_with_its_package(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overrides, "find_spec", lambda asked: None if asked == library else object())
-    with refused(MissingRequirement, f"hydra/launcher={name}: not installed; pip install 'kvgate[{library}]'"):
+    with refused(MissingRequirement, f"hydra/launcher={name}: not installed; pip install -e '.[{library}]'"):
         plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
 
 

@@ -38,7 +38,9 @@ def _fresh() -> None:
     load.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "how"), [("tensorrt", "pypi.nvidia.com"), ("tensorrt_rtx", r"pip install 'kvgate\[rtx\]'")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("tensorrt", "pypi.nvidia.com"), ("tensorrt_rtx", r"pip install 'tensorrt-rtx-cu13>=1\.7,<1\.8'")]
+)
 def test_a_missing_library_is_named_with_how_to_get_it(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingRequirement, match=rf"backend={name} needs TensorRT.*{how}"):

@@ -275,6 +275,13 @@ def test_the_same_torch_version_is_pinned_everywhere() -> None:
     assert {version for text in texts for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}
 
 
+def test_no_hint_installs_kvgate_from_a_package_index() -> None:
+    """No index has kvgate, so anybody could register its name there."""
+    sources = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    texts = [*TEXT.values(), *(path.read_text(encoding="utf-8") for path in sources)]
+    assert [hint for text in texts for hint in re.findall(r"pip install ['\"]?kvgate(?!\S* @ ).*", text)] == []
+
+
 def test_every_path_of_the_makefile_exists() -> None:
     rule = "paths:; @echo $(EVERY) $(BINDINGS_RELEASES:%=requirements/tensorrt-%.lock)"
     expanded = subprocess.run(

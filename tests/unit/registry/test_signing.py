@@ -70,8 +70,10 @@ def test_signing_without_its_extra_says_what_to_install(ours: tuple[Path, Path],
     for name in [name for name in sys.modules if name.partition(".")[0] == "model_signing"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "model_signing", None)
-    with pytest.raises(MissingRequirement, match=r"signing\.key: .* is missing: pip install 'kvgate\[signing\]'$"):
+    with pytest.raises(MissingRequirement, match=r"signing\.key=.*: .* is missing: pip install -e '\.\[signing\]'"):
         keys(ours[0])
+    with pytest.raises(UserError, match=r"signing\.key=nowhere\.pem: no such file"):
+        keys(Path("nowhere.pem"))
 
 
 def test_the_private_key_reaches_no_argument_and_no_file(signed: Path, ours: tuple[Path, Path]) -> None:

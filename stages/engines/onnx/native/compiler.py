@@ -34,7 +34,7 @@ FEATURES = {"avx2", "f16c", "fma"}
 TIMEOUT_S = 300
 """Time limit of a compilation in seconds; on an idle machine it takes a few seconds."""
 
-HINT = "install a C compiler (Debian: gcc and libc6-dev) or `pip install 'kvgate[native]'`, or set backend.attention=graph"
+HINT = "install a C compiler (Debian: gcc and libc6-dev) or `pip install 'ziglang>=0.13'`, or set backend.attention=graph"
 
 
 @dataclass(frozen=True)
