@@ -63,6 +63,20 @@ def check_launch(
         raise ValueError(f"query must have a multiple of the {layout.kv_heads} KV heads, got {present['query'].shape[1]}")
 
 
+def check_counts(tokens: int, sequences: int, splits: int | None, *, ragged: bool) -> None:
+    """Check the counts of a launch for new tokens of all sequences. `ragged`: the launch has `query_starts`.
+
+    Raises:
+        ValueError: There are no tokens, they cannot be divided among the sequences, or `splits` is less than 1.
+    """
+    if not sequences or not tokens:
+        raise ValueError(f"lengths and query need at least one sequence and one new token, got {sequences} and {tokens}")
+    if not ragged and tokens % sequences:
+        raise ValueError(f"query_starts is required: {tokens} tokens cannot be divided evenly among {sequences} sequences")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits must be at least 1, got {splits}")
+
+
 def check(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
     """Check types, dimensions and devices. All but queries, new keys and new values must be contiguous, and pools aligned."""
     sizes: dict[str, int] = {}

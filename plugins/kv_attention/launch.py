@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plugins.kv_attention.checks import INT32, check, check_launch
+from plugins.kv_attention.checks import INT32, check, check_counts, check_launch
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
@@ -314,12 +314,7 @@ def context_partials(
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
     check_launch(layout, new | tables, cache, rows="X")
     (tokens, q_heads, _), sequences = query.shape, len(lengths)
-    if not sequences or not tokens:
-        raise ValueError(f"lengths and query need at least one sequence and one new token, got {sequences} and {tokens}")
-    if query_starts is None and tokens % sequences:
-        raise ValueError(f"query_starts is required: {tokens} tokens cannot be divided evenly among {sequences} sequences")
-    if splits is not None and splits < 1:
-        raise ValueError(f"splits must be at least 1, got {splits}")
+    check_counts(tokens, sequences, splits, ragged=query_starts is not None)
     rows = -(-tokens * (q_heads // layout.kv_heads) // sequences)
     variant = context_variant(make_setting(layout, query, scaling, rows))
     blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)

@@ -102,20 +102,11 @@ def measure(
         score_own_answers(samples, stopping, out / UNFINISHED / "own", run_again)
     recorded = (sample for sample in samples if logprobs is None or sample.name in repeated)
     write_logprobs(out / LOGPROBS, ((sample.name, sample.folder.logprobs(sample.result.sample)) for sample in recorded))
-    answers, scored = [sample.answer for sample in samples], [sample.encoded for sample in samples]
-    others = () if known is None else [known.answers.get(sample.name) for sample in samples]
-    answers = count_drafts(answers, scored, config.speculation, stopping, label, others)
-    Round(
-        policy=engine.policy.name,
-        takes_effect=engine.policy.takes_effect,
-        coverage=Exercised.merged([sample.result.trace for sample in samples]),
-        conformance=_conformance(engine, comparison, config, label),
-        rounding=None if reference is None else reference.assumed_rounding,
-        scale_changes=changes,
-        right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and logprobs is None},
-        answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
-        statistics={sample.name: sample.result.statistics for sample in samples},
-    ).write(out)
+    result = _result(engine, samples, known, config, stopping, label)
+    result.conformance = _conformance(engine, comparison, config, label)
+    result.rounding = None if reference is None else reference.assumed_rounding
+    result.scale_changes = changes
+    result.write(out)
     shutil.rmtree(out / UNFINISHED)
 
 
@@ -141,6 +132,31 @@ def _conformance(
     comparison.decode_missing()  # requests whose results an interrupted call had saved
     progress("conformance", 0, 1)
     return comparison.result()
+
+
+def _result(
+    engine: Engine,
+    samples: Sequence[ScoredSample],
+    known: Round | None,
+    config: WorkloadsConfig,
+    stopping: StoppingCriteria,
+    progress: Progress,
+) -> Round:
+    """Return the measurements of the samples; the caller adds conformance, rounding and scale changes.
+
+    `known`: the baseline's round; None for the baseline itself.
+    """
+    scored = [sample.encoded for sample in samples]
+    others = () if known is None else [known.answers.get(sample.name) for sample in samples]
+    answers = count_drafts([sample.answer for sample in samples], scored, config.speculation, stopping, progress, others)
+    return Round(
+        policy=engine.policy.name,
+        takes_effect=engine.policy.takes_effect,
+        coverage=Exercised.merged([sample.result.trace for sample in samples]),
+        right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and known is None},
+        answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
+        statistics={sample.name: sample.result.statistics for sample in samples},
+    )
 
 
 UNLIKELY = 0.1

@@ -13,6 +13,7 @@ from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.batches import StoppingCriteria
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import make_row, prefix_labels, run_samples
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
@@ -20,8 +21,9 @@ from stages.evaluate.distances.distance import LogProbsReader, StepStatistics, s
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, repeated_samples
 from stages.evaluate.joining import fidelity
 from stages.policies.policy import PAGE_TOKENS
+from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.engine_tests import EngineTests
+from stages.verdict.engine_tests import EngineTests, StressResult
 from stages.verdict.report import CacheStatistics, MustFailControl
 from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
 
@@ -57,24 +59,14 @@ def measure_once(
     stopping = StoppingCriteria(tokenizer.stop_tokens(config), config.extra_new_tokens)
     batch = config.batch_size
     label = progress if baseline is not None else prefix_labels(progress, "baseline: ")
-    noise_label = prefix_labels(label, "noise floor: ")
-    own_logprobs = stored_logprobs(measured / LOGPROBS)
-    # An engine that serves whole requests would send every single decode step as a request, so it repeats whole requests.
-    in_requests = isinstance(engine, SupportsRequests)
-    # Samples that the first run computed in one pass are now decoded token by token, in full batches.
-    size = batch if isinstance(engine, SupportsForced) and not in_requests else other_batch_size(batch, len(subset))
-    repeated = run_samples(engine, subset, size, own_logprobs, progress=noise_label, stopping=stopping, one_pass=in_requests)
+    repeated = _rerun_samples(engine, subset, batch, stored_logprobs(measured / LOGPROBS), stopping, label)
     longest = max(map(stopping.longest, [*planned, *encoded]))
     free = free_answers(engine, subset, batch, stopping, label, [result.answer for result in repeated])
     stress, cache = None, list[CacheStatistics]()
     if baseline is not None and reference is not None:
         item = max([*planned, *encoded], key=lambda item: len(item.prompt))
         cache = cache_statistics(reference.engine, [*item.prompt, *item.reference])
-        limits = config.stress_test.limited(longest)
-        baseline_error = first_round.conformance
-        own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
-        texts = [item.prompt for item in encoded]
-        stress = run_stress_test(engine, reference, limits, batch, longest, label, baseline_error, own_tokens, texts)
+        stress = _stress_test(engine, reference, encoded, planned, longest, config, label, first_round.conformance)
     system = measure_system(engine, config.load, label)
     noise = None
     if repeated:  # the distances of repeated samples from the engine's own first results
@@ -93,6 +85,43 @@ def measure_once(
         control=control,
         cache=cache,
     )
+
+
+def _rerun_samples(
+    engine: Engine,
+    samples: Sequence[EncodedSample],
+    batch: int,
+    own_logprobs: LogProbsReader,
+    stopping: StoppingCriteria,
+    progress: Progress,
+) -> list[SampleResult]:
+    """Run samples of the first round again, in other batches or in another way, for the noise floor.
+
+    `own_logprobs` are the engine's in the first round, and `batch` is the batch size of that round.
+    """
+    label = prefix_labels(progress, "noise floor: ")
+    # An engine that serves whole requests would send every single decode step as a request, so it repeats whole requests.
+    in_requests = isinstance(engine, SupportsRequests)
+    # Samples that the first run computed in one pass are now decoded token by token, in full batches.
+    size = batch if isinstance(engine, SupportsForced) and not in_requests else other_batch_size(batch, len(samples))
+    return run_samples(engine, samples, size, own_logprobs, progress=label, stopping=stopping, one_pass=in_requests)
+
+
+def _stress_test(
+    engine: Engine,
+    reference: ReferenceEngine,
+    encoded: Sequence[EncodedSample],
+    planned: Sequence[EncodedSample],
+    longest: int,
+    config: WorkloadsConfig,
+    progress: Progress,
+    baseline_error: EngineConformance | None,
+) -> StressResult:
+    """Run the stress test within the limits of the configuration and the tokens of the workload."""
+    limits = config.stress_test.limited(longest)
+    own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
+    texts = [item.prompt for item in encoded]
+    return run_stress_test(engine, reference, limits, config.batch_size, longest, progress, baseline_error, own_tokens, texts)
 
 
 def other_batch_size(batch: int, samples: int) -> int:

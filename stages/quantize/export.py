@@ -67,12 +67,7 @@ def export(
     if all(reasons.values()):
         return
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
-    recorded = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
-    if recorded["device"] != "cpu" and calibration_device().type == "cpu":
-        raise MissingRequirement(
-            "the weights were quantized on a GPU, and torch finds no GPU here; export on a machine with one"
-        )
-    model = quantized_model(info, weights, samples, seed, progress, torch.device(recorded["device"]))
+    model = quantized_model(info, weights, samples, seed, progress, recorded_device(quantized))
     if weights != "none":
         require_same_weights(judged, dequantized_weights(model, info.shape.layers))
     adapter.add_cache_quantizers(model, cache_quantizers(policy, static))
@@ -90,6 +85,19 @@ def export(
             if name in info.other_files:
                 shutil.copyfile(info.path / name, out / "unified_hf" / name)
     progress("exporting", 2, 2)
+
+
+def recorded_device(quantized: Path) -> torch.device:
+    """Return the device that quantized the weights. Another device would round differently.
+
+    Raises MissingRequirement if it was a GPU, and torch finds no GPU here.
+    """
+    recorded = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
+    if recorded["device"] != "cpu" and calibration_device().type == "cpu":
+        raise MissingRequirement(
+            "the weights were quantized on a GPU, and torch finds no GPU here; export on a machine with one"
+        )
+    return torch.device(recorded["device"])
 
 
 Reasons = dict[str, str | None]

@@ -65,6 +65,33 @@ def _locate_block(query_starts, sequences, tokens, block, G: tl.constexpr, N: tl
 
 
 @triton.jit
+def _split_tiles(length, split, splits, T: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+    """Return the first tile of a split over the pages, and the tile after its last. Both are equal if the split is empty."""
+    FIRST: tl.constexpr = SINK // T
+    end = length - RECENT
+    tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
+    per_split = tl.maximum(tl.cdiv(tiles, splits), SPLIT_TOKENS // T)
+    low = FIRST + tl.minimum(split * per_split, tiles)
+    high = FIRST + tl.minimum((split + 1) * per_split, tiles)
+    return low, high
+
+
+@triton.jit
+def _scaled_queries(query, row, rows, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr):
+    """Return a block's queries (D, N) and factors as scale_queries does. Rows that are not in `rows` (N) are zeros."""
+    pointers = query + row[None, :] * D + tl.arange(0, D)[:, None]
+    columns = tl.load(pointers, mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0)
+    return scale_queries(columns, SCALING)
+
+
+@triton.jit
+def _store_empty_split(partial_ml, partial_row, rows, N: tl.constexpr):
+    """Store -inf and 0. Because m is -inf, context_reduce does not read the split's means."""
+    tl.store(partial_ml + partial_row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
+    tl.store(partial_ml + partial_row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
+
+
+@triton.jit
 def _accumulate_new_values(values, p, sums, PTX: tl.constexpr, NEW: tl.constexpr):
     """Return sums (D, N) + values^T (D, U) x p (U, N) of new tokens."""
     if NEW == "fp32":
@@ -76,12 +103,16 @@ def _accumulate_new_values(values, p, sums, PTX: tl.constexpr, NEW: tl.constexpr
 
 @triton.jit
 def _new_split(
-    query, key_new, value_new, key_exact, value_exact, start, h, length, last, token, row, partial_row, rows, scaled,
-    per_column, partial_acc, partial_ml,
+    query, key_new, value_new, key_exact, value_exact, exact_slots, b, start, h, length, last, token, row, partial_row,
+    rows, scaled, per_column, partial_acc, partial_ml,
     H: tl.constexpr, U: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Attend to the exact tokens, and to the new tokens up to the query's own; `last` is the block's last new token."""
+    if SINK + RECENT > 0:
+        buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * ((SINK + RECENT) * D)
+        key_exact += buffer
+        value_exact += buffer
     d = tl.arange(0, D)
     WIDEN: tl.constexpr = NEW == "bf16" and not PTX  # the interpreter has no bfloat16 arithmetic
     # float32 queries and keys are multiplied in slices of 64 channels, to save registers.
@@ -178,8 +209,7 @@ def context_partial(
         key_exact, value_exact: (buffers, H, E, D) float16, without the new tokens.
         exact_slots: (B) int32, exact buffer of every sequence.
         sequences: B; None without `query_starts`.
-        partial_acc: Output (X, Hq, S, D) float16 or float32, weighted means of the values; an empty split writes
-            nothing.
+        partial_acc: Output (X, Hq, S, D) float16 or float32, weighted means of the values; an empty split writes none.
         partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 for an empty split.
         NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
     """
@@ -195,39 +225,24 @@ def context_partial(
     row = (start + token) * (H * G) + h * G + n % G
     partial_row = row * (splits + 1) + split
     length = tl.load(lengths + b)
-
-    FIRST: tl.constexpr = SINK // T
-    end = length - RECENT
-    tiles = tl.where(end > SINK, tl.cdiv(end, T) - FIRST, 0)
-    per_split = tl.maximum(tl.cdiv(tiles, splits), SPLIT_TOKENS // T)
-    low = FIRST + tl.minimum(split * per_split, tiles)
-    high = FIRST + tl.minimum((split + 1) * per_split, tiles)
+    low, high = _split_tiles(length, split, splits, T, SINK, RECENT)
     if (low == high) & (split != splits):
-        # This split is empty. Because m is -inf, context_reduce does not read its means.
-        tl.store(partial_ml + partial_row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
-        tl.store(partial_ml + partial_row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
+        _store_empty_split(partial_ml, partial_row, rows, N)
         return
 
-    pointers = query + row[None, :] * D + tl.arange(0, D)[:, None]
-    columns = tl.load(pointers, mask=tl.broadcast_to(rows[None, :], (D, N)), other=0.0)
-    scaled, per_column = scale_queries(columns, SCALING)
-
+    scaled, per_column = _scaled_queries(query, row, rows, N, D, SCALING)
     if split == splits:
         last = tl.minimum((block * N + N - 1) // G, count - 1)
-        if SINK + RECENT > 0:
-            buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * ((SINK + RECENT) * D)
-            key_exact += buffer
-            value_exact += buffer
         _new_split(
-            query, key_new, value_new, key_exact, value_exact, start, h, length, last, token, row, partial_row, rows, scaled,
-            per_column, partial_acc, partial_ml,
+            query, key_new, value_new, key_exact, value_exact, exact_slots, b, start, h, length, last, token, row,
+            partial_row, rows, scaled, per_column, partial_acc, partial_ml,
             H, U, N, D, SCALING, PARTS, NEW, SINK, RECENT, PTX, FP8,
         )  # fmt: skip
     else:
         table = page_table + b.to(tl.int64) * table_width
         _page_split(
-            key_pool, value_pool, key_scale, value_scale, value_block_scale, table, low, high, end, h, partial_row, rows,
-            scaled, per_column, partial_acc, partial_ml,
+            key_pool, value_pool, key_scale, value_scale, value_block_scale, table, low, high, length - RECENT, h,
+            partial_row, rows, scaled, per_column, partial_acc, partial_ml,
             H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, PTX, FP8, STAGES,
         )  # fmt: skip
 

@@ -144,33 +144,47 @@ def _store_part(
 
 @triton.jit
 def _exact_part(
-    key_exact, value_exact, value_new, length, h, part, scaled, per_column, score_new, partial_acc, partial_ml,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, SINK: tl.constexpr,
-    RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
+    query, key_new, value_new, key_exact, value_exact, exact_slots, lengths, h, work, partial_acc, partial_ml,
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SCALING: tl.constexpr, PARTS: tl.constexpr,
+    SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the current token, the sinks and the recent tokens, all unquantized.
+    """Attend to the current token, the sinks and the recent tokens of one sequence, all unquantized.
 
-    part: Last column of the program's row of the work list. `part - 2` points to the row's first page, which is 0, because
-        attend_exact needs a pointer to 0.
+    work: The program's row of the work list. `work + 2` points to the row's first page, which is 0, because attend_exact needs
+        a pointer to 0.
     """
+    b = tl.load(work)
+    head = b * H + h
+    scaled, per_column, score_new = _scaled_query(query, key_new, head, G, N, D, SCALING)
+    buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * ((SINK + RECENT) * D)
+    key_exact += buffer
+    value_exact += buffer
+    value_new += head * D
+    length = tl.load(lengths + b)
     m, l, sums = _initial_sums(True, score_new, value_new, 1.0, N, D, "fp16", 1)
     m, l, sums = attend_exact(
-        key_exact, value_exact, part - 2, length, scaled, per_column, m, l, sums, D, PARTS, SINK, RECENT, PTX, FP8
+        key_exact, value_exact, work + 2, length, scaled, per_column, m, l, sums, D, PARTS, SINK, RECENT, PTX, FP8
     )
-    _store_part(partial_acc, partial_ml, tl.load(part), h, m, l, 1.0, sums, H, G, N, D, "fp16", 1)
+    _store_part(partial_acc, partial_ml, tl.load(work + 4), h, m, l, 1.0, sums, H, G, N, D, "fp16", 1)
 
 
 @triton.jit
-def _tiles(length, low_page, high_page, T: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
-    """Return the first tile with a position from SINK to length - RECENT in a range of pages, and the tile after the last.
+def _share(work, sequences, lengths, b, T: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+    """Return the length of sequence b, the number of its pages before a program's share, and the share's range of tiles.
 
-    Pages count from the one with position SINK.
+    The tiles have positions from SINK to length - RECENT. Pages count from the one with position SINK.
+
+    work: The program's row of the work list.
     """
+    begin = tl.load(sequences + b * 4)
+    low_page = tl.maximum(tl.load(work + 2) - begin, 0)
+    high_page = tl.minimum(tl.load(work + 3), tl.load(sequences + b * 4 + 1)) - begin
+    length = tl.load(lengths + b)
     PER: tl.constexpr = 64 // T  # tiles of a page
     end = length - RECENT
     low = tl.maximum((SINK // 64 + low_page) * PER, SINK // T)
     high = tl.where(end > SINK, tl.minimum((SINK // 64 + high_page) * PER, tl.cdiv(end, T)), low)
-    return low, high
+    return length, low_page, low, high
 
 
 @triton.jit
@@ -266,11 +280,7 @@ def decode_partial(
         # The row is loaded again in each iteration, also to save registers.
         b = tl.load(work) + i
         head = b * H + h
-        begin = tl.load(sequences + b * 4)
-        before = tl.maximum(tl.load(work + 2) - begin, 0)
-        pages = tl.minimum(tl.load(work + 3), tl.load(sequences + b * 4 + 1)) - begin
-        length = tl.load(lengths + b)
-        low, high = _tiles(length, before, pages, T, SINK, RECENT)
+        length, before, low, high = _share(work, sequences, lengths, b, T, SINK, RECENT)
         scaled, per_column, score_new = _scaled_query(query, key_new, head, G, N, D, SCALING)
         _pool_part(
             key_pool, value_pool, key_scale, value_scale, value_block_scale, page_table + b.to(tl.int64) * table_width,
@@ -280,14 +290,9 @@ def decode_partial(
         )  # fmt: skip
     if EXACT > 0:  # noqa: SIM102  (the outer condition is evaluated at compile time)
         if count == 0:
-            b = tl.load(work)
-            head = b * H + h
-            scaled, per_column, score_new = _scaled_query(query, key_new, head, G, N, D, SCALING)
-            buffer = (tl.load(exact_slots + b).to(tl.int64) * H + h) * (EXACT * D)
             _exact_part(
-                key_exact + buffer, value_exact + buffer, value_new + head * D, tl.load(lengths + b),
-                h, work + 4, scaled, per_column, score_new, partial_acc, partial_ml,
-                H, G, N, D, PARTS, SINK, RECENT, PTX, FP8,
+                query, key_new, value_new, key_exact, value_exact, exact_slots, lengths, h, work, partial_acc, partial_ml,
+                H, G, N, D, SCALING, PARTS, SINK, RECENT, PTX, FP8,
             )  # fmt: skip
 
 

@@ -237,16 +237,9 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ("gemma2", {"logits_scaling": 4.0}, "logits_scaling=4.0"),
         ("gemma2", {"sliding_window_pattern": 3, "layer_types": ...}, "sliding_window_pattern=3"),
         ("gemma2", {"sliding_window_pattern": 2, "layer_types": ...}, None),
-        (
-            "starcoder2",  # as published: two names of the activation
-            {
-                "norm_type": "layer_norm",
-                "mlp_type": "default",
-                "activation_function": "gelu",
-                "hidden_act": "gelu_pytorch_tanh",
-            },
-            None,
-        ),
+        # As published, with two names of the activation.
+        ("starcoder2", {"norm_type": "layer_norm", "mlp_type": "default", "activation_function": "gelu",
+                        "hidden_act": "gelu_pytorch_tanh"}, None),
         ("phi3", {"full_attn_mod": 1, "lm_head_bias": False, "attn_pdrop": 0.1, "use_flash_attention_2": True}, None),
         ("starcoder2", {"norm_type": "rms_norm"}, "norm_type=rms_norm"),
         ("llama", {"clip_qkv": 8.0, "rope_interleaved": False}, "clip_qkv=8.0"),
@@ -255,11 +248,8 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ("llama", {"mlp_act": "gelu", "hidden_act": "silu"}, "mlp_act=gelu"),
         ("llama", {"norm_type": "layer_norm"}, "norm_type=layer_norm"),
         ("llama", {"attn_type": "linear"}, "attn_type=linear"),
-        (
-            "llama",
-            {"attention_type": "gqa", "use_glu": True, "activation": "swiglu", "hidden_act": "silu", "act_quant": False},
-            None,
-        ),
+        ("llama", {"attention_type": "gqa", "use_glu": True, "activation": "swiglu", "hidden_act": "silu",
+                   "act_quant": False}, None),
         ("qwen3_moe", {"shared_expert_intermediate_size": 0}, None),
         ("llama", {"normalization": "rms_norm", "share_kv": False, "skip_layers": []}, None),
         ("llama", {"normalization": "layernorm"}, "normalization=layernorm"),
@@ -269,13 +259,10 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ("llama", {"no_rope_layers": [1, 1, 1]}, None),
         ("llama", {"no_rope_layers": [0, 0, 0]}, r"no_rope_layers=\[0, 0, 0\]"),
         ("llama", {"no_rope_layers": [1, 1, 0]}, r"no_rope_layers=\[1, 1, 0\]"),
-        (
-            "llama",
-            {"rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6, "num_experts": 0, "attention_softmax_in_fp32": True},
-            None,
-        ),
+        ("llama", {"rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6, "num_experts": 0,
+                   "attention_softmax_in_fp32": True}, None),
     ],
-)
+)  # fmt: skip
 def test_ignored_keys_that_change_the_computation_are_refused(
     family: str, keys: dict[str, Any], unread: str | None, tmp_path: Path
 ) -> None:
