@@ -31,8 +31,7 @@ from stages.core.files import store_of
 from stages.core.records import Sample
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.interface import LOGITS_NOT_FINITE, Engine, SupportsRequests
-from stages.evaluate.decoding.batches import DecodeStep
-from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.decode import DecodeStep, decode
 from stages.evaluate.distances.distance import log_softmax
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.workloads.prompts import token_ids

@@ -10,16 +10,17 @@ from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.evaluate.cache_statistics import cache_statistics
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
-from stages.evaluate.decoding.batches import StoppingCriteria
+from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import make_row, prefix_labels, run_samples
+from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.distance import LogProbsReader, StepStatistics, stored_logprobs
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, repeated_samples
 from stages.evaluate.joining import fidelity
+from stages.evaluate.measure import prefix_labels, run_samples
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised

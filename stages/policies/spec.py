@@ -29,6 +29,9 @@ PACKED = Element("INT8", "int8", "int8", 1)
 topmost code of an integer format is signed; the others are stored with an offset of half their range, 2 ** (bits - 1). The type
 is int8 because TensorRT does not support uint8."""
 
+ONNX_DOMAIN = "kv"
+"""ONNX domain of the attention and quantize functions. A backend with its own kernel overrides a function by (domain, name)."""
+
 GROUP_SIZES = (16, 32, 64, 128)
 
 MIN_SCALE = 2.0**-14

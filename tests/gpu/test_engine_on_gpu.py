@@ -23,7 +23,7 @@ from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
 from stages.engines.reference.engine import TorchEngine, load_engine
-from stages.evaluate.decoding.batches import StoppingCriteria
+from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy

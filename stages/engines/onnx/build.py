@@ -18,11 +18,10 @@ from stages.engines.bundle import begin_bundle, read_record, write_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPHS, NOT_FINITE, SKELETON_NODE, WEIGHTS_FILE, Bundle, ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function, quantize_name
-from stages.policies.arithmetic_onnx import onnx_type
-from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function
+from stages.policies.arithmetic_onnx import FLOAT_TYPES, NUMPY_FLOATS, OPSET, cache_arithmetic, layer_function, onnx_type
 from stages.policies.policy import PAGE_TOKENS, POLICY_FILE, KVPolicy
 from stages.policies.scales import SCALES_FILE, KVScales
-from stages.policies.spec import FLOAT16
+from stages.policies.spec import FLOAT16, ONNX_DOMAIN
 
 IR_VERSION = 10
 INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
@@ -42,7 +41,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         mode: Which graph to build.
     """
     graph = model.graph
-    skeleton = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
+    skeleton = [node for node in graph.node if (node.domain, node.op_type) == (ONNX_DOMAIN, SKELETON_NODE)]
     nodes = {helper.get_node_attr_value(node, "layer"): node for node in skeleton}
     assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
     specs = {layer: AttentionSpec(info, policy, layer, mode) for layer in range(info.layers)}
@@ -64,7 +63,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
             [query, key, value, *sinks, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
             list(nodes[layer].output),
             name=f"attention.{layer}",
-            domain=DOMAIN,
+            domain=ONNX_DOMAIN,
         )
         nodes[layer].CopyFrom(attention)
         for codec in spec.sides.values():
@@ -117,7 +116,7 @@ def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, sourc
     function = layer_function(quantize_name(codec.side), layer)
     inputs = [source, *(f"write_{name}.{layer}" for name in codec.constants)]
     outputs = [f"new_{name}.{layer}" for name in codec.arrays]
-    graph.node.append(helper.make_node(function, inputs, outputs, name=f"quantize_{codec.side}.{layer}", domain=DOMAIN))
+    graph.node.append(helper.make_node(function, inputs, outputs, name=f"quantize_{codec.side}.{layer}", domain=ONNX_DOMAIN))
     for output, (storage, width) in zip(outputs, codec.arrays.values(), strict=True):
         dims: Dims = ["B", codec.kv_heads, length, width]
         graph.output.append(helper.make_tensor_value_info(output, onnx_type(storage), dims))

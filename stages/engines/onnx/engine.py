@@ -26,7 +26,7 @@ from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.pool import Array, PagedPool, Spans, saturated_product
 from stages.engines.paged.prefixes import PrefixCache
-from stages.policies.onnx_body import NUMPY_FLOATS
+from stages.policies.arithmetic_onnx import NUMPY_FLOATS
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
 from stages.policies.scales import KVScales
 

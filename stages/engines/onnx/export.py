@@ -24,7 +24,7 @@ from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE, ModelInfo
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.weights import store_weights
 from stages.engines.reference.model import head, no_mask, options_of
-from stages.policies.onnx_body import DOMAIN
+from stages.policies.spec import ONNX_DOMAIN
 
 _ATTENTION = "kvgate_skeleton"
 
@@ -51,7 +51,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     collect_memory()  # the model and its trace
     progress("writing weights", 0, 1)
     graph = _write_graph(out)
-    nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
+    nodes = [node for node in graph.node if (node.domain, node.op_type) == (ONNX_DOMAIN, SKELETON_NODE)]
     windows = {get_node_attr_value(node, "layer"): get_node_attr_value(node, "window") or None for node in nodes}
     assert windows == {n: info.shape.window(n) for n in range(info.shape.layers)}, "transformers reads the same windows"
     (out / "model.json").write_text(_describe(info, out, compute_dtype, nodes).model_dump_json(indent=1) + "\n")
@@ -74,7 +74,7 @@ def _attention_node(
     attributes: Any = {"layer": int(layer), "scaling": float(scaling), "window": int(features.window or 0)}
     attributes["softcap"] = float(features.softcap or 0)
     node = torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{SKELETON_NODE}",
+        f"{ONNX_DOMAIN}::{SKELETON_NODE}",
         (query, key, value) if features.sinks is None else (query, key, value, features.sinks.flatten()),
         attributes,
         dtype=query.dtype,

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stages.engines.paged.layout import StoredSide
-from stages.policies.arithmetic_onnx import KINDS, Gather, Graph, GraphOptions, Stream
+from stages.policies.arithmetic_onnx import KINDS, Body, Gather, Graph, GraphOptions, Stream
 from stages.policies.nvfp4.arithmetic_onnx import GRAPH as NVFP4
-from stages.policies.onnx_body import Body
 from stages.policies.policy import PAGE_TOKENS
 from stages.policies.vllm_turboquant.arithmetic_onnx import GRAPH as VLLM_TURBOQUANT
 

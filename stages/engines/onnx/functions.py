@@ -24,7 +24,7 @@ import onnx
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec, read_scores, read_values
-from stages.policies.onnx_body import Body
+from stages.policies.arithmetic_onnx import Body
 from stages.policies.policy import PAGE_TOKENS, SIDES, Eviction, KVPolicy, Side
 
 MASKED = {"float32": -1e30, "float16": -6e4}

@@ -15,8 +15,9 @@ from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec
-from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
+from stages.policies.arithmetic_onnx import FLOAT_TYPES, NUMPY_FLOATS, layer_function
 from stages.policies.policy import KVPolicy, Side
+from stages.policies.spec import ONNX_DOMAIN
 from stages.policies.table import FP16
 
 NATIVE_DOMAIN = "kvgate.native"
@@ -53,7 +54,7 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
     if NATIVE_DOMAIN.encode() in model.SerializeToString():
         # The kernel trusts the attributes of its operators, so only this function may write them.
         raise UserError(f"{mode}.onnx: holds a node of the reserved domain {NATIVE_DOMAIN}; build the engine again")
-    nodes = {node.op_type: node for node in model.graph.node if node.domain == DOMAIN}
+    nodes = {node.op_type: node for node in model.graph.node if node.domain == ONNX_DOMAIN}
     bodies = {body.name: body for body in model.functions}
     for layer in range(info.layers):
         if layer in refused:

@@ -35,8 +35,9 @@ from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt import build
 from stages.engines.tensorrt.shapes import PlanLimits
-from stages.policies.onnx_body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
+from stages.policies.arithmetic_onnx import NUMPY_FLOATS, cache_arithmetic, layer_function
 from stages.policies.policy import KVPolicy
+from stages.policies.spec import ONNX_DOMAIN
 
 PLUGIN_VERSION = "1"
 """Version that TensorRT gives to all quickly deployable plugins."""
@@ -146,7 +147,7 @@ def _attention(
 ) -> tuple[onnx.NodeProto, dict[str, str]]:
     """Return a layer's attention node, and input name of its function -> tensor name in the graph."""
     function = layer_function("PagedAttention", layer)
-    (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
+    (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (ONNX_DOMAIN, function))
     spec = AttentionSpec(info, policy, layer, mode)
     return node, dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
 

@@ -13,8 +13,7 @@ from stages.core.records import Progress, no_progress
 from stages.evaluate.conformance.comparer import Comparer
 from stages.evaluate.conformance.explanation import find_explanation
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.decoding.batches import DecodeStep
-from stages.evaluate.decoding.decode import decode, shares
+from stages.evaluate.decoding.decode import DecodeStep, decode, shares
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import ComparedRequest, Deviation, EngineConformance
 

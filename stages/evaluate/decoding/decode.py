@@ -6,19 +6,88 @@ first, from the quantized cache. A prefill attends over fresh keys and values, a
 While every reference token is also the most likely token, the greedy answer **equals** the reference. At the first
 difference, the sequence is forked: the fork generates the answer freely, and the original continues with the reference.
 Without forks, or after a one-pass decode, a second pass generates the differing answers.
+
+Legend: B = sequences in the batch at that step, V = vocab_size.
 """
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from stages.engines.interface import Engine, SupportsForced, SupportsFork, SupportsRequests
-from stages.evaluate.decoding.batches import Batch, DecodeStep, StoppingCriteria, greedy_tokens, sort_by_length
+import numpy as np
+
+from stages.engines.interface import Engine, Logits, SupportsExtend, SupportsForced, SupportsFork, SupportsRequests
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
 
 STEP_ROWS = 64
 """Maximum rows per step of a one-pass forced decode. Limits memory: the consumer of a step copies its logits several times."""
+
+NO_TOKEN = -1
+"""Placeholder for the most likely token of a row with non-finite logits. It equals no token id and ends an answer."""
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Logits of one step of forced decode, one row per decoded token."""
+
+    samples: list[int]
+    """Index of each row's sample."""
+    positions: list[int]
+    """Position in the sample's reference, from 0, of the token that each row predicts."""
+    greedy: list[int]
+    """Most likely token per row, or NO_TOKEN."""
+    logits_BV: Logits
+    sequences: list[int] | None = None
+    """Sequence handle per row, valid until the next step; None in a one-pass decode."""
+    rows: list[int] | None = None
+    """Index per row in the engine's decode step, which also has sequences that generate freely; None in a one-pass decode."""
+    size: int = 1
+    """Number of sequences in the engine's decode step."""
+    request: int | None = None
+    """Index of the request among the requests in flight, if the engine serves whole requests."""
+
+
+@dataclass(frozen=True)
+class StoppingCriteria:
+    """Conditions that end a greedy answer: a stop token or the maximum length."""
+
+    stop_tokens: tuple[int, ...]
+    """Tokens that end an answer; references end with the first stop token."""
+    extra_tokens: int
+    """Maximum tokens of an answer beyond the length of its reference."""
+
+    def add(self, answer: list[int], token: int, item: EncodedSample) -> bool:
+        """Append the next token to an answer; return whether the answer has ended."""
+        if token == NO_TOKEN:
+            return True
+        answer.append(token)
+        return token in self.stop_tokens or len(answer) >= self.limit(item)
+
+    def limit(self, item: EncodedSample) -> int:
+        """Return the maximum number of tokens in an answer to a sample."""
+        return item.answer_tokens + self.extra_tokens
+
+    def longest(self, item: EncodedSample) -> int:
+        """Return the maximum number of tokens in a sequence of this sample: prompt plus reference or answer."""
+        return len(item.prompt) + max(len(item.reference), self.limit(item))
+
+    def without_stop(self, answer: Sequence[int]) -> list[int]:
+        """Return an answer without its stop token."""
+        return list(answer[:-1] if answer and answer[-1] in self.stop_tokens else answer)
+
+    def with_stop(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
+        """Return all tokens of a finished answer. Append the first stop token if the engine did not return a stop token."""
+        complete = len(answer) >= self.limit(item) or self.without_stop(answer) != list(answer)
+        return list(answer) if complete else [*answer, self.stop_tokens[0]]
+
+
+def greedy_tokens(logits_BV: Logits) -> list[int]:
+    """Return the most likely token per row, or NO_TOKEN if the row has a non-finite logit."""
+    finite = np.isfinite(logits_BV.min(axis=1)) & np.isfinite(logits_BV.max(axis=1))  # both propagate NaN
+    tokens: list[int] = np.where(finite, logits_BV.argmax(axis=1), NO_TOKEN).tolist()
+    return tokens
 
 
 def decode(
@@ -123,3 +192,182 @@ def _add_answers(
     for event in Batch(engine, encoded, batch_size, stopping, free=True).run(list(forced)):
         if isinstance(event, SampleResult):
             yield replace(event, trace=Exercised.merged([forced[event.sample].trace, event.trace]))
+
+
+@dataclass
+class _RunningSample:
+    """A sample with live sequences."""
+
+    index: int
+    item: EncodedSample
+    answer: list[int] | None = None
+    """Tokens of the answer; None as long as it equals the reference."""
+    sequences: int = 1
+    """Number of live sequences: the sample's own, and a fork that generates the answer."""
+    trace: Exercised = field(default_factory=Exercised)
+
+
+@dataclass
+class _SampleSequence:
+    """A live sequence of a sample."""
+
+    sample: _RunningSample
+    handle: int
+    input_token: int
+    """Input token of the next decode step."""
+    position: int = 0
+    """Position of the token that the next step predicts."""
+    free: bool = False
+    """Whether the sequence generates the answer; otherwise it is fed the reference."""
+
+
+@dataclass
+class Batch:
+    """Sequences that are decoded together. When a sequence ends, the next sample takes its place at once.
+
+    A batch that `can_fork` prefills a shared document once, and forks a sequence whose output deviates from the reference, so
+    that the fork generates the answer. A batch that is `free` generates all answers from the prompts, without references.
+    """
+
+    engine: Engine
+    encoded: Sequence[EncodedSample]
+    batch_size: int
+    stopping: StoppingCriteria | None
+    after_prefill: Callable[[], None] | None = None
+    can_fork: bool = field(default=False, kw_only=True)
+    free: bool = field(default=False, kw_only=True)
+    queue: deque[int] = field(default_factory=deque, init=False)
+    live: list[_SampleSequence] = field(default_factory=list, init=False)
+    forks: deque[_SampleSequence] = field(default_factory=deque, init=False)
+    """Forks waiting for a place in the batch."""
+    prefixes: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict, init=False)
+    """Sequence handles of the prefixes that queued samples need."""
+    users: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter, init=False)
+    """Number of queued samples by prefix."""
+
+    def run(self, indices: Sequence[int]) -> Iterator[DecodeStep | SampleResult]:
+        """Decode the samples with these indices. Yield the steps of forced decode, and each sample once it has finished."""
+        self.queue = deque(sort_by_length(self.encoded, indices))
+        self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
+        while self.queue or self.live or self.forks:
+            self._fill()
+            logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
+            for s in self.live:
+                s.sample.trace.note_step(len(s.sample.item.prompt), s.position, len(self.live))
+            tokens = greedy_tokens(logits_BV)
+            forced = [row for row, s in enumerate(self.live) if not s.free]
+            if forced:
+                rows = [self.live[row] for row in forced]
+                yield DecodeStep(
+                    [s.sample.index for s in rows],
+                    [s.position for s in rows],
+                    [tokens[row] for row in forced],
+                    logits_BV if len(forced) == len(self.live) else logits_BV[forced],
+                    [s.handle for s in rows],
+                    forced,
+                    len(self.live),
+                )
+            yield from self._advance(tokens)
+
+    def _fill(self) -> None:
+        """Admit waiting forks to the batch, then the next samples."""
+        while self.forks and len(self.live) < self.batch_size:
+            self.live.append(self.forks.popleft())
+        admitted = [self.queue.popleft() for _ in range(min(self.batch_size - len(self.live), len(self.queue)))]
+        if not admitted:
+            return
+        alone = [i for i in admitted if not (self.can_fork and self.encoded[i].shared)]
+        handles = dict(zip(alone, self.engine.begin([self.encoded[i].prompt[:-1] for i in alone]), strict=True))
+        for i in admitted:
+            sample = _RunningSample(i, self.encoded[i], [] if self.free else None)
+            handle = handles[i] if i in handles else self._fork_prefix(sample)
+            self.live.append(_SampleSequence(sample, handle, sample.item.prompt[-1], free=self.free))
+        if self.after_prefill is not None:
+            self.after_prefill()
+
+    def _fork_prefix(self, sample: _RunningSample) -> int:
+        """Return a sequence that holds the sample's prompt except its last token, forked from the shared prefix."""
+        item = sample.item
+        if item.prefix not in self.prefixes:
+            (self.prefixes[item.prefix],) = self.engine.begin([item.prompt[: item.shared]])
+        assert isinstance(self.engine, SupportsFork)
+        handle = self.engine.fork(self.prefixes[item.prefix])
+        self.users[item.prefix] -= 1
+        if not self.users[item.prefix]:
+            self.engine.release([self.prefixes.pop(item.prefix)])
+        question = item.prompt[item.shared : -1]
+        if question:
+            assert isinstance(self.engine, SupportsExtend)
+            self.engine.extend(handle, question)
+        sample.trace.shared_prefixes = 1
+        return handle
+
+    def _advance(self, tokens: Sequence[int]) -> Iterator[SampleResult]:
+        """Set the next input of all sequences, release ended sequences, and yield finished samples."""
+        unfinished: list[_SampleSequence] = []
+        ended: list[_SampleSequence] = []
+        for sequence, token in zip(self.live, tokens, strict=True):
+            continues = self._feed_answer(sequence, token) if sequence.free else self._feed_reference(sequence, token)
+            sequence.position += 1
+            (unfinished if continues else ended).append(sequence)
+        if ended:
+            self.engine.release([sequence.handle for sequence in ended])
+        self.live = unfinished
+        for sequence in ended:
+            sequence.sample.sequences -= 1
+            if not sequence.sample.sequences:
+                yield self._finish(sequence.sample)
+
+    def _feed_reference(self, sequence: _SampleSequence, token: int) -> bool:
+        """Feed the next reference token; return whether the sequence continues. Fork it at its first deviation."""
+        sample, item = sequence.sample, sequence.sample.item
+        expected = sequence.input_token = item.reference[sequence.position]
+        continues = sequence.position + 1 < len(item.reference)
+        deviates = token != expected and sample.answer is None
+        if not self.can_fork or self.stopping is None or not item.sample.judged or not deviates:
+            return continues
+        sample.answer = list(item.reference[: sequence.position])
+        if self.stopping.add(sample.answer, token, item):
+            return continues
+        if not continues:  # nothing is left to score, so the sequence itself generates freely
+            sequence.free, sequence.input_token = True, token
+            return True
+        assert isinstance(self.engine, SupportsFork)
+        fork = self.engine.fork(sequence.handle)
+        sample.trace.forks += 1
+        sample.sequences += 1
+        self.forks.append(_SampleSequence(sample, fork, token, sequence.position + 1, free=True))
+        return True
+
+    def _feed_answer(self, sequence: _SampleSequence, token: int) -> bool:
+        """Feed the most likely token; return whether the answer continues."""
+        assert self.stopping is not None
+        assert sequence.sample.answer is not None
+        sequence.input_token = token
+        return not self.stopping.add(sequence.sample.answer, token, sequence.sample.item)
+
+    def _finish(self, sample: _RunningSample) -> SampleResult:
+        answer = None
+        if self.stopping is not None and sample.item.sample.judged:
+            answer = sample.item.reference if sample.answer is None else tuple(sample.answer)
+        return SampleResult(sample.index, answer, sample.trace)
+
+
+def sort_by_length(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:
+    """Sort samples by prompt length, and keep samples with the same prefix together.
+
+    The longest sequence determines the cost of a decode step, so sequences in a batch should have similar lengths.
+    """
+    longest: dict[tuple[str, tuple[int, ...]], int] = {}
+    for i in indices:
+        if encoded[i].shared:
+            longest[encoded[i].prefix] = max(longest.get(encoded[i].prefix, 0), len(encoded[i].prompt))
+    places = {prefix: place for place, prefix in enumerate(longest)}
+
+    def order(i: int) -> tuple[int, int, int]:
+        item = encoded[i]
+        if not item.shared:
+            return len(item.prompt), -1, len(item.prompt)
+        return longest[item.prefix], places[item.prefix], len(item.prompt)
+
+    return sorted(indices, key=order)

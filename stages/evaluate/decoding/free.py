@@ -10,7 +10,7 @@ import numpy as np
 from stages.core.errors import UserError
 from stages.core.records import Progress, no_progress
 from stages.engines.interface import Engine, Logits, SupportsRequests
-from stages.evaluate.decoding.batches import StoppingCriteria
+from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.engine_tests import FreeAnswers
 

@@ -1,32 +1,16 @@
-"""Runs samples on an engine (forced decode and answers) and converts the results to report rows."""
+"""Report rows of samples, made from the statistics and the judged answers of both engines."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from stages.core.errors import UserError
-from stages.core.records import Progress, finite, no_progress
-from stages.engines.interface import Engine
-from stages.evaluate.decoding.batches import DecodeStep, StoppingCriteria
-from stages.evaluate.decoding.decode import decode
-from stages.evaluate.decoding.results import ResultFolder, SampleResult
-from stages.evaluate.distances.distance import (
-    Array,
-    Distributions,
-    LogProbs,
-    LogProbsReader,
-    SampleLogProbs,
-    StepStatistics,
-    compare_logprobs,
-    truncate_row,
-)
+from stages.core.records import finite
+from stages.evaluate.distances.distance import Array, StepStatistics
 from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.report import Acceptance, SampleRow
 from stages.verdict.thresholds import FAR_KL
-
-BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
 
 @dataclass(frozen=True)
@@ -39,91 +23,6 @@ class JudgedAnswer:
     """Tokens including the stop token; an answer that reached its limit has no stop token."""
     passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Drafter -> (tokens of the answer including the stop token, target passes that produce them)."""
-
-
-def prefix_labels(progress: Progress, prefix: str) -> Progress:
-    """Return a progress callback that prepends a prefix to its labels."""
-    return lambda label, done, total: progress(f"{prefix}{label}", done, total)
-
-
-@dataclass
-class _Scores:
-    """The scores of a sample that is being decoded."""
-
-    baseline: SampleLogProbs | None
-    """The baseline's log-probabilities; None for the baseline, which is compared with its own."""
-    recorded: list[LogProbs] | None
-    """The engine's own log-probabilities, if they are recorded."""
-    tokens: list[tuple[float, ...]] = field(default_factory=list)
-    """Statistics by token of the reference."""
-
-    def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
-        """Compare the row that predicts the next reference token with the baseline's. `greedy`: the row's most likely token."""
-        logprobs = None if self.recorded is None else truncate_row(distributions, row, token)
-        if self.recorded is not None and logprobs is not None:
-            self.recorded.append(logprobs)
-        stored = logprobs if self.baseline is None else self.baseline.at(len(self.tokens))
-        assert stored is not None, "a baseline records its log-probabilities"
-        self.tokens.append(compare_logprobs(stored, distributions, row, token, greedy))
-
-
-def run_samples(
-    engine: Engine,
-    encoded: Sequence[EncodedSample],
-    batch_size: int,
-    logprobs: LogProbsReader | None,
-    *,
-    progress: Progress = no_progress,
-    stopping: StoppingCriteria | None = None,
-    folder: ResultFolder | None = None,
-    repeated: Collection[str] = (),
-    after_prefill: Callable[[], None] | None = None,
-    one_pass: bool = True,
-    observe: Callable[[DecodeStep], None] | None = None,
-) -> list[SampleResult]:
-    """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
-
-    See `decode` for `stopping`, `after_prefill` and `one_pass`. Raises UserError if a logit of the baseline is not finite.
-
-    Args:
-        logprobs: The baseline's log-probabilities; None if the engine is the baseline, whose own are recorded.
-        folder: Receives each result as the sample finishes. Samples whose results it already holds are not run.
-        repeated: Ids of samples for which a candidate's own log-probabilities are recorded too.
-        observe: Called with every step, while its sequences are live.
-    """
-    results = {} if folder is None else folder.load()
-    missing = [i for i in range(len(encoded)) if i not in results]
-    counts = [len(item.reference) for item in encoded]
-    decoded, total = sum(counts[i] for i in results), sum(counts)
-    scores: dict[int, _Scores] = {}
-    if missing:
-        progress("forced decode [tokens]", decoded, total)
-    for event in decode(engine, encoded, batch_size, stopping, chosen=missing, after_prefill=after_prefill, one_pass=one_pass):
-        if isinstance(event, DecodeStep):
-            distributions = Distributions(event.logits_BV)
-            for row, (i, position) in enumerate(zip(event.samples, event.positions, strict=True)):
-                if i not in scores:
-                    name = encoded[i].sample.id
-                    scores[i] = _Scores(logprobs and logprobs(name), [] if logprobs is None or name in repeated else None)
-                scores[i].add(encoded[i].reference[position], distributions, row, event.greedy[row])
-            if observe is not None:
-                observe(event)
-            decoded += len(event.samples)
-        else:
-            scored = scores.pop(event.sample)
-            statistics = StepStatistics(*np.array(scored.tokens).T)
-            if logprobs is None and not np.isfinite(statistics.baseline_nll).all():
-                raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
-            results[event.sample] = replace(event, statistics=statistics)
-            if folder is not None:
-                folder.save(
-                    results[event.sample], None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
-                )
-        if decoded < total:
-            progress("forced decode [tokens]", decoded, total)
-        else:
-            progress("answers [samples]", len(results), len(encoded))
-    return [results[i] for i in range(len(encoded))]
 
 
 def _mean(values: Array) -> float | None:

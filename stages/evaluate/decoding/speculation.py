@@ -30,7 +30,7 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.records import Progress
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.decoding.batches import StoppingCriteria
+from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.decoding.rows import JudgedAnswer
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import FP16_POLICY

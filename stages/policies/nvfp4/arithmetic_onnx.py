@@ -3,8 +3,7 @@
 import numpy as np
 import onnx
 
-from stages.policies.arithmetic_onnx import Gather, Graph, GraphOptions, Stream, onnx_type
-from stages.policies.onnx_body import Body
+from stages.policies.arithmetic_onnx import Body, Gather, Graph, GraphOptions, Stream, onnx_type
 from stages.policies.table import NVFP4, NVFP4_MAGNITUDES, NVFP4_SCALES
 
 _E2M1 = np.concatenate([NVFP4_MAGNITUDES, np.negative(NVFP4_MAGNITUDES)])

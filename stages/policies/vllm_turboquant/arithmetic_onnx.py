@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from stages.policies.arithmetic_onnx import GraphOptions, IntegerGraph, onnx_type
-from stages.policies.onnx_body import Body
+from stages.policies.arithmetic_onnx import Body, GraphOptions, IntegerGraph, onnx_type
 from stages.policies.spec import FLOAT16
 from stages.policies.table import TURBOQUANT_SMALLEST_SCALE, VLLM_TURBOQUANT
 

@@ -19,8 +19,9 @@ from stages.engines.onnx.functions import AttentionSpec, attention_function
 from stages.engines.onnx.native.compiler import compiled_kernel
 from stages.engines.onnx.native_rewrite import use_kernel
 from stages.engines.paged.pool import PagedPool
-from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
+from stages.policies.arithmetic_onnx import FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape
+from stages.policies.spec import ONNX_DOMAIN
 
 Array = npt.NDArray[Any]
 FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
@@ -100,12 +101,12 @@ class AttentionCase:
         inputs += [helper.make_tensor_value_info(name, onnx.TensorProto.INT32, dims) for name, dims in spec.tables.items()]
         inputs += cache_inputs(spec, "")
         name = layer_function("PagedAttention", 0)
-        node = helper.make_node(name, spec.inputs, ["attended"], name="attention.0", domain=DOMAIN)
+        node = helper.make_node(name, spec.inputs, ["attended"], name="attention.0", domain=ONNX_DOMAIN)
         out = helper.make_tensor_value_info("attended", kind, ["B", self.tokens, heads.query, heads.dim])
         return helper.make_model(
             helper.make_graph([node], "attention", inputs, [out]),
             functions=[attention_function(spec)],
-            opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
+            opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(ONNX_DOMAIN, 1)],
             ir_version=IR_VERSION,
         )
 

@@ -20,7 +20,7 @@ from stages.core.records import Sample
 from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.interface import Continuation, Logits
 from stages.engines.reference.model import shape_for
-from stages.evaluate.decoding.batches import StoppingCriteria
+from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.decoding.free import contradiction, free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy

@@ -30,7 +30,7 @@ from stages.engines.onnx.build import IR_VERSION
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.weights import store_weights
 from stages.engines.reference.engine import load_engine as load_reference_engine
-from stages.policies.onnx_body import OPSET
+from stages.policies.arithmetic_onnx import OPSET
 from stages.policies.policy import KVShape
 
 

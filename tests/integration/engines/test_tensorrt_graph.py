@@ -25,7 +25,7 @@ from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.bundle import PLANS
 from stages.engines.tensorrt.plugin import default_counts, insert_plugin, use_plugin
 from stages.engines.tensorrt.shapes import PlanLimits
-from stages.policies.onnx_body import FLOAT_TYPES
+from stages.policies.arithmetic_onnx import FLOAT_TYPES
 from stages.policies.policy import KVPolicy, LayerOverride
 
 COUNT, SM = 3, 89

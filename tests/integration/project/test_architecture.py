@@ -1,4 +1,4 @@
-"""docs/architecture.md lists the functions that a command really passes."""
+"""docs/architecture.md lists the functions that a command really passes, in few files."""
 
 import re
 import subprocess
@@ -8,7 +8,10 @@ from pathlib import Path
 from helpers.commands.tiny_model import FEW, MAX_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MAX_FRAMES = 12
+MAX_FILES = 25
+"""Maximum files that a maintainer opens to follow a command from the command line to ONNX Runtime."""
 
 RECORDER = """
 import inspect, sys
@@ -34,9 +37,16 @@ main()
 """Writes the call stack of the first decode step. A fork would lose torch's threads."""
 
 
+def test_the_path_of_a_command_has_few_files_and_all_exist() -> None:
+    section, _, _ = PAGE.partition("## One command: kvgate kv=int8")[2].partition("\n\nA decode step ")
+    paths = set(re.findall(r"`([\w/.]+(?:/|\.(?:py|yaml|c)))`", section))
+    assert paths
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    assert len(paths) <= MAX_FILES
+
+
 def test_a_decode_step_passes_the_functions_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    functions = page.partition("passes these functions")[2].partition("Other engines differ")[0]
+    functions = PAGE.partition("passes these functions")[2].partition("Other engines differ")[0]
     out = tmp_path / "functions"
     few = [*FEW, "workloads.conformance_samples=0", "tracking=none", f"workdir={tmp_path / 'work'}", "kv=int8"]
     command = [sys.executable, "-c", RECORDER, str(out), str(ROOT), *few]

@@ -22,8 +22,7 @@ from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.bundle import copy_tokenizer
-from stages.evaluate.decoding.batches import StoppingCriteria
-from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.decode import StoppingCriteria, decode
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode

@@ -22,12 +22,12 @@ from stages.engines.onnx.engine import GraphSession
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import quantize_function
 from stages.engines.reference import formats as reference
-from stages.policies.arithmetic_onnx import onnx_type
+from stages.policies.arithmetic_onnx import FLOAT_TYPES, OPSET, onnx_type
 from stages.policies.arithmetic_torch import Static
 from stages.policies.formats import Format, Granularity
-from stages.policies.onnx_body import DOMAIN, FLOAT_TYPES, OPSET
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales, SideScales
+from stages.policies.spec import ONNX_DOMAIN
 
 UNIT = SideScales(scale=(1.0,))
 FLOAT = onnx.TensorProto.FLOAT
@@ -43,8 +43,8 @@ def quantize(
     inputs += [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in codec.constants.items()]
     outputs = [helper.make_tensor_value_info(name, onnx_type(storage), [*x.shape[:3], width])
                for name, (storage, width) in codec.arrays.items()]  # fmt: skip
-    node = helper.make_node(function.name, ["x", *codec.constants], [*codec.arrays], domain=DOMAIN)
-    imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    node = helper.make_node(function.name, ["x", *codec.constants], [*codec.arrays], domain=ONNX_DOMAIN)
+    imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(ONNX_DOMAIN, 1)]
     graph = helper.make_graph([node], "g", inputs, outputs)
     model = helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=IR_VERSION)
     onnx.checker.check_model(model)

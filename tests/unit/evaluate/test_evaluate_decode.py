@@ -12,8 +12,7 @@ from helpers.engines.fake import EOS, CharTokenizer, FakeEngine, OnePassFake, fa
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.engines.interface import Logits
-from stages.evaluate.decoding.batches import DecodeStep, StoppingCriteria
-from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.decode import DecodeStep, StoppingCriteria, decode
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample, control_samples, encode, repeated_samples, workloads_digest
 from stages.workloads.config import CONTROL_SAMPLES

@@ -53,8 +53,6 @@ NEW_TERMS = (
 """Terms that a newcomer may not know."""
 VLLM_SHARE = 0.9
 """Share of a GPU that vLLM takes by default, without room for the reference engine."""
-MAX_FILES = 25
-"""Maximum files on the path from the command line to ONNX Runtime."""
 
 
 def first_cells(document: str, header: str) -> set[str]:
@@ -73,15 +71,6 @@ def test_the_reference_page_is_current_and_describes_every_key() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
     assert TEXT["docs/reference.md"] == written, "run: python docs/reference.py"
     assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", written, re.MULTILINE) == []
-
-
-def test_the_path_of_a_command_has_few_files_and_all_exist() -> None:
-    section, _, _ = TEXT["docs/architecture.md"].partition("## One command: kvgate kv=int8")[2].partition("\n\nA decode step ")
-    names = set(re.findall(r"`([\w/]+\.py)`", section))
-    sources = [path.as_posix() for package in ("pipeline", "stages") for path in (ROOT / package).rglob("*.py")]
-    assert [name for name in names if not any(source.endswith(f"/{name}") for source in sources)] == []
-    assert names
-    assert len(names) <= MAX_FILES
 
 
 def test_the_picture_shows_the_figures_of_its_table() -> None:

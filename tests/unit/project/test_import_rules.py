@@ -107,7 +107,7 @@ def test_only_backends_are_imported_by_name() -> None:
 def arithmetic_library(module: str) -> str | None:
     """Return the library of a module with the arithmetic of a number format: torch or onnx; None for other modules."""
     name = module.rsplit(".", maxsplit=1)[-1]
-    return {"arithmetic_torch": "torch", "arithmetic_onnx": "onnx", "onnx_body": "onnx"}.get(name)
+    return {"arithmetic_torch": "torch", "arithmetic_onnx": "onnx"}.get(name)
 
 
 def test_the_reference_engine_does_not_share_arithmetic_with_onnx() -> None:

@@ -10,8 +10,7 @@ from helpers.verdicts.engine_records import SOUND_ENGINE, compared, conformance,
 from helpers.verdicts.reports import every_class, lines, report, verdict
 
 from stages.core.records import Sample
-from stages.evaluate.decoding.batches import StoppingCriteria
-from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.decode import StoppingCriteria, decode
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.system import allocation
