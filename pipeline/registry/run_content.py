@@ -126,6 +126,7 @@ def description(candidate: Candidate) -> str:
     where = f"`{candidate.name}` on {candidate.backend}, against the FP16-KV engine"
     head = f"**{candidate.verdict}**{covered}: {where}, {'; '.join(candidate.figures)}."
     reasons = ["- " + " ".join(reason.split()).replace("<", "&lt;") for reason in candidate.reasons[:REASONS]]
+    reasons += [f"- {candidate.caveat}"] if candidate.caveat is not None else []
     hidden = len(candidate.reasons) - REASONS
     reasons += [f"- and {hidden} more, in `report.html`"] if hidden > 0 else []
     return "\n\n".join(filter(None, (head, "\n".join(reasons))))

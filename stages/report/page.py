@@ -64,7 +64,8 @@ def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[dict[
         row: dict[str, Any] = {"name": name, "verdict": None, "champion": False, "note": "", "cells": cells}
         if verdict != BASELINE:
             judged = candidates[name]
-            reason = judged.reasons[0] if verdict != "PASS" and judged.reasons else judged.covered or ""
+            passed = "; ".join(filter(None, (judged.covered, judged.caveat)))
+            reason = judged.reasons[0] if verdict != "PASS" and judged.reasons else passed
             row |= {"verdict": verdict, "champion": name == occasion.champion, "note": occasion.passed_over.get(name) or reason}
         yield row
 

@@ -13,6 +13,8 @@ from stages.verdict.thresholds import Check, Gate, Status, Verdict
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """Fields of a candidate that come from its verdict."""
+MAX_OPEN_SHARE = 0.1
+"""Maximum share of ruined requests that a PASS may leave open without a remark. About 50 documents without one show less."""
 CITED = ("engine", "baseline", "report", "identity")
 """Fields of a candidate that cite evidence."""
 
@@ -93,6 +95,14 @@ class Candidate(StrictModel):
         if line is None or line.value is None or line.bound is None:
             return None
         return describe_recovery(line.value, line.bound, line.status)
+
+    @property
+    def caveat(self) -> str | None:
+        """What a PASS leaves open: a large share of ruined requests, if the questions are about few documents."""
+        line = next((check for check in self.checks if check.gate == Gate.RUINED), None)
+        if self.verdict != "PASS" or line is None or line.bound is None or line.bound <= MAX_OPEN_SHARE:
+            return None
+        return f"too few documents to exclude that {100 * line.bound:.0f} % of requests are ruined"
 
     @property
     def figures(self) -> list[str]:

@@ -59,6 +59,8 @@ class Limits(Record):
     """Maximum decoded tokens of a sample; null without a stress test."""
     stress_decoded: int = 0
     """Maximum decoded tokens of a sequence of the stress test, whose tokens are random."""
+    stress_share: float = 1.0
+    """Share of the stress test that ran."""
     features: tuple[str, ...] = ()
     """Other features that were exercised: turns, forks, reused prefixes, a full pool."""
 
@@ -75,7 +77,9 @@ class Limits(Record):
         if self.stress_decoded > (self.decoded or 0):
             decoded += f" ({self.stress_decoded:,} in the stress test)"
         features = " and ".join(filter(None, (", ".join(self.features[:-1]), *self.features[-1:])))
-        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {features}' if features else ''}"
+        tested = f", with {features}" if features else ""
+        reduced = f" ({100 * self.stress_share:.0f} % of the stress test)" if self.stress_share < 1 else ""
+        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{tested}{reduced}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
         """Return a message if a limit of the bundle exceeds the covered limit, else None. Lengths are compared in pages."""
@@ -119,5 +123,6 @@ def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
         batch=max(batch, stress.batch) if as_long else batch,
         decoded=samples.longest_decode,
         stress_decoded=stress.decoded,
+        stress_share=stress.share,
         features=tuple(name for name, count in features if count),
     )

@@ -35,6 +35,15 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row[2] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
+@pytest.mark.parametrize(("bound", "remark"), [(0.299, "exclude that 30 % of requests are ruined"), (0.085, ""), (None, "")])
+def test_a_pass_on_few_documents_says_what_it_leaves_open(bound: float | None, remark: str, tmp_path: Path) -> None:
+    line = Check(gate=Gate.RUINED, where="all", value=0.0, bound=bound, threshold=0.025, status="PASS", reason="none")
+    passed = judged_candidate(tmp_path, "fp8", metrics={}).model_copy(update={"checks": (line,)})
+    assert remark in (passed.caveat or "")
+    assert (passed.caveat is None) == (remark == "")
+    assert passed.model_copy(update={"verdict": "FAIL"}).caveat is None
+
+
 def test_an_undecided_verdict_names_the_number_of_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decided = Candidate.decided(verdict(answered("copy", 8))) | {"samples_needed": {"copy": 60}}
     print_verdict(judged_candidate(tmp_path, "fp8", metrics={"quality/samples": 8}).model_copy(update=decided))
