@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-from pipeline.chain.job_run import Run, open_store
+from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy, show_capacity, tune
 from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
@@ -48,9 +48,7 @@ def build(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Judge the engine against the FP16-KV engine, and register it."""
-    config, steps = run.config, run.verdict_steps
-    with show_progress("opening MLflow"):
-        store = open_store(config.tracking, config.work, config.model.label)
+    config, steps, store = run.config, run.verdict_steps, run.registry
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:

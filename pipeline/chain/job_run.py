@@ -55,6 +55,12 @@ class Run:
     def verdict_steps(self) -> VerdictSteps:
         return VerdictSteps(self.engine_steps)
 
+    @cached_property
+    def registry(self) -> "MlflowStore | None":
+        """The model's tracking store; None if tracking is off."""
+        with show_progress("opening MLflow"):
+            return open_store(self.config.tracking, self.config.work, self.config.model.label)
+
     def make(self) -> Artifact:
         """Take the steps of a stage that makes artifacts; return the last artifact. Raises ValueError for other stages."""
         match self.config.facts.makes:
@@ -73,9 +79,7 @@ class Run:
 
         `decides`: whether the configured gates decide again.
         """
-        with show_progress("opening MLflow"):
-            store = open_store(self.config.tracking, self.config.work, self.config.model.label)
-        if store is None:
+        if self.registry is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
         gates = self.config.gates if decides else None
-        return Engines(store, partial(registered_engine, identities(self.config.artifacts), self.config.signing, gates))
+        return Engines(self.registry, partial(registered_engine, identities(self.config.artifacts), self.config.signing, gates))

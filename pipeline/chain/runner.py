@@ -155,8 +155,10 @@ class JobRunner:
         console.begin(self.place(number, config), config.model.path if config.facts.makes or config.facts.plans else None)
         try:
             with unprunable(config), required_libraries():
-                self.begin(config)  # not before, because a launcher may refuse its keys
                 run = Run(config, self.sweep, label, self.arguments)
+                if config.facts.judges:
+                    _ = run.registry  # first: without a connection nothing begins
+                self.begin(config)  # not before, because a launcher may refuse its keys
                 actions.ACTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)
@@ -208,6 +210,7 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
         if config.facts.work == "used":
             summary.finish(config.work, None, code)
         return code
+    began = summary.has_begun(config.work, jobs.sweep)
     jobs.begin(config)  # an error may have come before any job
     last = summary.load(config.work, jobs.sweep)
     candidates = last.candidates if sweeping else last.candidates[:1]  # Python may judge several jobs in one sweep
@@ -215,7 +218,7 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     judged = candidates if sweeping or code == 0 else ()
     unfinished = last.unfinished if sweeping else None
     write_junit(config.work / JUNIT, last)
-    show_results(config, candidates, last, compares=sweeping)
+    show_results(config, candidates, last, began=began, compares=sweeping)
     if judged:
         swept = planned.swept_keys
         step = next_steps.after_judging(config, judged, base, swept=swept, unfinished=unfinished is not None)

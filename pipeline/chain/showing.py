@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from stages.report.exhibit import Exhibit
 
 PAGE = "report.html"
-"""File in the work directory that shows the last evaluation, sweep or promotion. A command without a verdict removes it."""
+"""File in the work directory that shows the last evaluation, sweep or promotion. A command that begins to judge and ends
+without a verdict removes it."""
 
 
 @contextmanager
@@ -47,18 +48,18 @@ def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore |
     return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
 
 
-def show_results(config: Config, candidates: Sequence[Candidate], last: Summary, *, compares: bool) -> None:
+def show_results(config: Config, candidates: Sequence[Candidate], last: Summary, *, began: bool, compares: bool) -> None:
     """Show the report of judged candidates. With `compares`, also a table, and their runs in MLflow.
 
-    If there is a champion, the promotion has shown the report already. If there is no candidate, the report of an earlier
-    command is removed; an OSError must not replace the command's own error.
+    If there is a champion, the promotion has shown the report already. If there is no candidate although a job began to judge
+    (`began`), the report of an earlier command is removed; an OSError must not replace the command's own error.
     """
     compares = compares and bool(candidates)
     if compares:
         print_comparison(candidates)
     if last.champion is None and candidates:
         show_page(config, candidates, last, unfinished=last.unfinished)
-    elif last.champion is None:
+    elif last.champion is None and began:
         with suppress(OSError):
             (config.work / PAGE).unlink()
             console.say(f"no verdict: {PAGE} of an earlier command was removed")

@@ -141,6 +141,12 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None =
     return _update(workdir, sweep, lambda old: old if old.names else old.model_copy(update=about))
 
 
+def has_begun(workdir: Path, sweep: str) -> bool:
+    """Return whether a job of a sweep has started to judge. A job that failed before has only recorded its exit code."""
+    recorded = _read(workdir, f"{FOLDER}/{sweep}.json")
+    return recorded is not None and bool(recorded.names)
+
+
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     """Add a judged candidate to its sweep's summary. It replaces the candidate of the same model and name."""
 

@@ -7,7 +7,7 @@ from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 from helpers.commands.jobs import run_job
 from helpers.registry.candidates import judged_candidate
 
-from pipeline.chain import actions, runner
+from pipeline.chain import actions, job_run, runner
 from pipeline.chain.dry import preview
 from pipeline.chain.job_run import Run
 from pipeline.chain.launching import LauncherRefusal
@@ -42,6 +42,19 @@ def test_an_old_report_is_removed_and_never_hides_the_error(
             run_job(config)
         assert ("report.html of an earlier command was removed" in capsys.readouterr().out) == said
     assert page.exists() == (not is_file)
+
+
+def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MissingRequirement("http://127.0.0.1:9 is not there")
+
+    monkeypatch.setattr(job_run, "open_store", refuse)
+    (tmp_path / "report.html").write_text("yesterday's")
+    (config,) = plan([f"workdir={tmp_path}", "stage=evaluate"], multirun=False).jobs
+    with pytest.raises(MissingRequirement, match="is not there"):
+        run_job(config)
+    assert (tmp_path / "report.html").read_text() == "yesterday's"
+    assert summary.load(tmp_path).exit_code == 4
 
 
 def test_an_unwritable_summary_does_not_hide_the_jobs_error(
