@@ -10,10 +10,10 @@ from typing import Any, Self, overload
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle, read_lineage
 from pipeline.evidence.reading import bundle_directory, bundle_of
-from pipeline.loading import open_backend, required_libraries
 from stages.checkpoints.description import inspect_checkpoint
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, UserError, required_libraries
 from stages.core.records import MemoryReport, Sample
+from stages.engines.backend import open_backend
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.config import backend_configs
 from stages.engines.interface import Engine

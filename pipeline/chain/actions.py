@@ -15,7 +15,6 @@ from pipeline.config.stages import Stage
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, read_evidence
 from pipeline.evidence.verify import replay
-from pipeline.loading import open_backend
 from pipeline.registry import routing, summary
 from pipeline.registry.monitors import read_snapshot
 from pipeline.registry.promotion import require_same
@@ -23,6 +22,7 @@ from pipeline.store.store import used
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
 from stages.core.files import store_of
+from stages.engines.backend import open_backend
 from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.delivery import scale_findings
 from stages.verdict.candidate import Candidate

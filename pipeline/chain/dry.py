@@ -19,12 +19,11 @@ from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import verdict_lines
 from pipeline.config.compose import Plan
 from pipeline.config.suiting import has_chat_template
-from pipeline.loading import required_libraries
 from pipeline.store.store import Store
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Entry, Recipe
-from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
+from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code, required_libraries
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.planning.duration import verdict_work

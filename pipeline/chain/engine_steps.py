@@ -13,7 +13,6 @@ from pipeline.cli import console
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
-from pipeline.loading import open_backend
 from pipeline.store.store import Store
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.gguf.model import inspect_gguf
@@ -24,7 +23,7 @@ from stages.core.digest import file_digest, files_digest, json_digest
 from stages.core.errors import UserError
 from stages.core.memory import collect_memory
 from stages.core.threads import in_threads
-from stages.engines.backend import TORCH, Artifacts, Backend
+from stages.engines.backend import TORCH, Artifacts, Backend, open_backend
 from stages.engines.config import BackendConfig
 from stages.engines.torch.config import TorchConfig
 from stages.policies.formats import Rotation

@@ -8,7 +8,6 @@ from pipeline.chain.actions import CHECKS, CHECKS_AHEAD
 from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
 from pipeline.config.policies import tuned_policies
-from pipeline.loading import open_backend, required_libraries
 from pipeline.registry import summary
 from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
@@ -20,9 +19,9 @@ from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond_vocabulary
-from stages.core.errors import Refusal, UserError, short
+from stages.core.errors import Refusal, UserError, required_libraries, short
 from stages.core.records import Sample
-from stages.engines.backend import Job
+from stages.engines.backend import Job, open_backend
 from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.capacity import memory_budget
 from stages.policies.policy import FP16_POLICY

@@ -23,7 +23,6 @@ from pipeline.config.policies import labelled, policy_yaml
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence
 from pipeline.evidence.verify import replay_record
-from pipeline.loading import open_backend
 from pipeline.registry import summary
 from pipeline.store.store import Store
 from stages.checkpoints.description import describe_checkpoint, inspect_checkpoint, read_config
@@ -33,7 +32,7 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.files import write_atomically
-from stages.engines.backend import Job
+from stages.engines.backend import Job, open_backend
 from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, recommend
 from stages.planning.tune_records import TUNE_FILE, TuneReport

@@ -23,7 +23,6 @@ from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.overrides import BASIC, LOGS
-from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.store.store import used
 from stages.core.errors import (
@@ -34,6 +33,7 @@ from stages.core.errors import (
     Refusal,
     describe,
     exit_code,
+    required_libraries,
 )
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout

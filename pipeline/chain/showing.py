@@ -14,11 +14,10 @@ from pipeline.cli.tables import comparison, print_comparison, reasons_against
 from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
-from pipeline.loading import required_libraries
 from pipeline.registry.promotion import PromotionMove
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import compare_url, server_command
-from stages.core.errors import Refusal, UserError
+from stages.core.errors import Refusal, UserError, required_libraries
 from stages.core.records import Sample
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate

@@ -26,13 +26,12 @@ from pydantic import ValidationError
 from pipeline.config.signing import SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import Evidence, lineage, registered_evidence
-from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding, RegisteredEngine
 from pipeline.registry.tracking import Version
 from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import FILES_WITH_END_TOKENS, TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
-from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.core.errors import GateRefusal, MissingRequirement, UserError, required_libraries
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide

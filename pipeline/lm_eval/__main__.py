@@ -2,8 +2,7 @@
 
 import sys
 
-from pipeline.loading import required_libraries
-from stages.core.errors import Refusal, exit_code
+from stages.core.errors import Refusal, exit_code, required_libraries
 
 
 def main() -> int:

@@ -1,8 +1,10 @@
 """Errors that a user or CI can act on, with their exit codes. Any other exception is a bug in kvgate (exit code 1)."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from stages.core.digest import FIRST_PARTY
 from stages.core.redaction import printable, redact_text
 
 
@@ -120,3 +122,18 @@ def short(value: object, max_characters: int = 60) -> str:
         return "an integer of many digits"
     text = printable(str(value))
     return text if len(text) <= max_characters else f"{text[: max_characters - 3]}..."
+
+
+@contextmanager
+def required_libraries() -> Iterator[None]:
+    """Turn the error for a library that is not installed into MissingRequirement.
+
+    A missing first-party module stays a defect.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        if library in FIRST_PARTY:
+            raise
+        raise MissingRequirement(f"{library} is not installed here: pip install {library}") from error

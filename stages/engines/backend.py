@@ -194,3 +194,9 @@ class Backend(ABC, Generic[C]):
         Raises UserError if a file of the bundle is missing or was altered; MissingRequirement if this machine cannot run the
         engine.
         """
+
+
+def open_backend(config: BackendConfig) -> Backend[BackendConfig]:
+    """Return the backend that a configuration names, from the `backend.py` of its folder in `stages/engines`."""
+    backend: Backend[BackendConfig] = import_module(f"stages.engines.{config.folder}.backend").open_backend(config)
+    return backend

@@ -3,11 +3,13 @@ and a full pool."""
 
 from collections.abc import Sequence
 from functools import partial
+from math import log10
 from pathlib import Path
+from typing import Any
 
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsForced, SupportsRequests
-from stages.evaluate.cache_statistics import cache_statistics
+from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.decode import StoppingCriteria
@@ -21,12 +23,15 @@ from stages.evaluate.distances.distance import LogProbsReader, StepStatistics, s
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, repeated_samples
 from stages.evaluate.joining import fidelity
 from stages.evaluate.measure import prefix_labels, run_samples
-from stages.policies.policy import PAGE_TOKENS
+from stages.policies.policy import PAGE_TOKENS, Side
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.engine_tests import EngineTests, StressResult
 from stages.verdict.report import CacheStatistics, MustFailControl
 from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
+
+MAX_STATISTICS_TOKENS = 512
+"""Maximum number of tokens whose keys and values are measured."""
 
 
 def measure_once(
@@ -86,6 +91,30 @@ def measure_once(
         control=control,
         cache=cache,
     )
+
+
+def cache_statistics(engine: TorchEngine, tokens: Sequence[int]) -> list[CacheStatistics]:
+    """Measure the ranges of keys and values by layer, and the signal-to-noise ratios of their quantization.
+
+    The first tokens of a prompt are measured, in the formats of the engine's policy.
+    """
+    measured: list[CacheStatistics] = []
+
+    def visit(layer: int, side: Side, computed: Any, stored: Any) -> None:
+        signal, noise = (float(x.double().pow(2).sum()) for x in (computed, stored - computed))
+        measured.append(
+            CacheStatistics(
+                layer=layer,
+                side="key" if side.is_key else "value",
+                low=float(computed.min()),
+                high=float(computed.max()),
+                p999=float(computed.abs().flatten().quantile(0.999)),
+                snr_db=10 * (log10(signal) - log10(noise)) if signal and noise else None,
+            )
+        )
+
+    engine.visit_states(tokens[:MAX_STATISTICS_TOKENS], visit)
+    return measured
 
 
 def _rerun_samples(

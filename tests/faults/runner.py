@@ -21,8 +21,8 @@ from pipeline.chain.verdict_steps import EnginePair, VerdictSteps
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.loading import open_backend
 from pipeline.store.store import Store
+from stages.engines.backend import open_backend
 from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, POLICY_FILE, KVPolicy
 from stages.verdict.gates import conclude, decide

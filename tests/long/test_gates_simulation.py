@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers.verdicts.error_rates import at_most
-from helpers.verdicts.reports import GATES, lines, report, row
+from helpers.verdicts.reports import GATES, at_most, lines, report, row
 
 from benchmarks.gates import at_limit, draw_pages, failing, greedy, passing
 from benchmarks.recovery import load

@@ -20,9 +20,9 @@ from helpers.engines.interpreters import script
 from helpers.engines.real_libraries import FIRST, assert_batches_steps_and_answers_agree, mean_kl, two_stories
 from helpers.policies.shipped import SHIPPED
 
-from pipeline.loading import open_backend
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.errors import UserError
+from stages.engines.backend import open_backend
 from stages.engines.interpreter.process import Worker, WorkerError, inspect_interpreter
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.sglang.backend import CHECKED_RELEASE, PROGRAM, cache_dtype, server_args

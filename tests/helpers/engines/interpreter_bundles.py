@@ -6,8 +6,8 @@ from typing import Any
 
 from helpers.engines.trtllm_exports import KV_HEADS, LAYERS
 from helpers.policies.shipped import SHIPPED, conf
-from pipeline.loading import open_backend
 from stages.core.records import no_progress
+from stages.engines.backend import open_backend
 from stages.engines.config import backend_configs
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE

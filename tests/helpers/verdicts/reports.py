@@ -1,4 +1,4 @@
-"""Reports and rows for the gates' tests, as an evaluation writes them."""
+"""Reports and rows for the gates' tests, as an evaluation writes them, and limits on error rates in simulations."""
 
 import math
 from collections.abc import Sequence
@@ -150,3 +150,8 @@ def in_rounds(rows: list[SampleRow], shares: list[float]) -> list[SampleRow]:
         ends = [math.ceil(round(share * len(workload_rows), 9)) for share in shares]
         numbered += [r.model_copy(update={"round": 1 + sum(i >= end for end in ends)}) for i, r in enumerate(workload_rows)]
     return numbered
+
+
+def at_most(rate: float, runs: int) -> float:
+    """Return the limit that the share among `runs` exceeds with a probability of 1/1,000 if the true rate is `rate`."""
+    return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)

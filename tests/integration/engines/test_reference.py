@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.cache import Storage, layer_storages
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.cache_statistics import cache_statistics
+from stages.evaluate.measured_once import cache_statistics
 from stages.policies.policy import KVPolicy, KVShape, Side
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]

@@ -154,7 +154,7 @@ def test_a_missing_gpu_is_named(plans: tuple[Path, Path], monkeypatch: pytest.Mo
 
 
 def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other differences: tests/unit/engines/test_bundle.py."""
+    """Other differences: tests/unit/engines/test_plan_keys.py."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")

@@ -12,10 +12,9 @@ from helpers.refusals import refused
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
-from pipeline.loading import open_backend
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.backend import ROUNDING, Job
+from stages.engines.backend import ROUNDING, Job, open_backend
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 from stages.engines.reference.device import gpu_identity, resolve_device
 from stages.engines.torch.backend import FLOAT16_WEIGHTS

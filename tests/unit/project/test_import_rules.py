@@ -48,7 +48,6 @@ PACKAGES = (
     "pipeline.store",
     "pipeline.config",
     "pipeline.registry",
-    "pipeline.loading",
     "pipeline.evidence",
     "pipeline.cli",
     "pipeline.chain",
@@ -100,7 +99,6 @@ def test_only_backends_are_imported_by_name() -> None:
         "stages.engines.backend",
         "stages.engines.config",
         "stages.engines.interpreter.backend",
-        "pipeline.loading",
     }
 
 
@@ -132,7 +130,7 @@ for name in sys.argv[1:]:
 from stages.core.digest import code_digest
 from pipeline.config.compose import plan
 from stages.engines.config import backend_configs
-from pipeline.loading import open_backend
+from stages.engines.backend import open_backend
 
 code_digest("stages.quantize.run")
 for name in backend_configs():

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers.verdicts.error_rates import at_most
-from helpers.verdicts.reports import GATES, lines, report, row
+from helpers.verdicts.reports import GATES, at_most, lines, report, row
 
 from benchmarks.gate_shapes import load
 from benchmarks.gates import SOUND_KL, scaled

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.verdicts.error_rates import at_most
+from helpers.verdicts.reports import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student

@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.config import CONF
 from pipeline.config.compose import plan
-from pipeline.loading import open_backend, required_libraries
-from stages.core.errors import MissingRequirement, exit_code
+from stages.core.errors import MissingRequirement, exit_code, required_libraries
+from stages.engines.backend import open_backend
 from stages.engines.config import backend_configs
 from stages.engines.interpreter.backend import InterpreterBackend
 
