@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from pipeline.chain.actions import CHECKS, CHECKS_AHEAD
 from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
+from pipeline.config.missing import FILES, MODEL, missing_files
 from pipeline.config.policies import tuned_policies
 from pipeline.registry import summary
 from pipeline.registry.reaching import check_reachable
@@ -45,6 +47,8 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
 
     `opened` holds the checkpoints that this command already found sound; the checks extend it.
     """
+    if config.facts.makes:
+        yield partial(_check_files, config)
     yield config.signing.check
     if config.facts.work != "ignored":
         yield partial(_check_work, config)
@@ -65,6 +69,13 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
             yield partial(CHECKS_AHEAD[config.stage], config)
         if config.tracking.enabled and config.facts.tracked:
             yield partial(_check_tracking, config)
+
+
+def _check_files(config: Config) -> None:
+    """Refuse missing files, all at once; the later checks read one file after the other."""
+    missing = missing_files(config.facts, {key: attrgetter(key)(config) for key in (MODEL, *FILES)})
+    if missing:
+        raise UserError("\n".join(missing))
 
 
 def _check_tracking(config: Config) -> None:

@@ -1,5 +1,6 @@
 """Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -29,6 +30,7 @@ from pydantic import ValidationError
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.explain import explain_validation
+from pipeline.config.missing import missing_files
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
     BASIC,
@@ -47,8 +49,7 @@ from pipeline.config.overrides import (
 from pipeline.config.policies import check_name
 from pipeline.config.stages import STAGES, StageFacts
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
-from stages.checkpoints.places import locate_checkpoint
-from stages.core.errors import Refusal, UserError, short
+from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, printable, redact_text
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import not_passed
@@ -147,25 +148,15 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
         except UserError as error:
             problems.append(str(error))
     if problems:
-        if not any(problem.startswith("model.path") for problem in problems):
-            problems += _missing_model(parsed)
-        raise UserError("\n".join(problems))
+        given = {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
+        facts = STAGES.get(str(given.get("stage", "all")), StageFacts())
+        lines = "\n".join(problems).splitlines()
+        refused = {re.split("[=:]", line)[0] for line in lines}
+        missing = missing_files(facts, {key: value for key, value in given.items() if key not in refused})
+        raise UserError("\n".join([*lines, *missing]))
     for job, name in zip(planned.jobs, planned.names, strict=True):
         check_name(job.kv, name)
     return replace(planned, arguments=(*(f"--config-dir={folder}" for folder in folders), *overrides))
-
-
-def _missing_model(overrides: Sequence[Override]) -> list[str]:
-    """Return a line if `model.path=` does not exist, to report it together with other problems; empty if no model is read."""
-    given = {o.key_or_group: o.value() for o in overrides if not o.is_sweep_override()}
-    path, facts = given.get("model.path"), STAGES.get(str(given.get("stage", "all")), StageFacts())
-    if not isinstance(path, str) or "${" in path or not (facts.makes or facts.plans):
-        return []
-    try:
-        exists = locate_checkpoint(path).exists()
-    except (Refusal, OSError) as error:
-        return [str(error)] if isinstance(error, Refusal) else []
-    return [] if exists else [f"model.path={short(path, 200)}: no such directory; give a local checkpoint, or a GGUF file"]
 
 
 def _refuse_override(override: str) -> None:

@@ -12,6 +12,7 @@ from hydra import compose
 from submitit.core.utils import UncompletedJobError
 
 from pipeline.chain import launching, runner
+from pipeline.chain.inputs import check_inputs
 from pipeline.cli.next_steps import stage_command
 from pipeline.config import overrides
 from pipeline.config.compose import initialized, plan
@@ -72,14 +73,20 @@ def test_all_typos_of_a_command_are_reported_at_once() -> None:
     assert [line.split(":")[0] for line in sorted(str(raised.value).splitlines())] == typos
 
 
-def test_a_missing_model_is_named_together_with_other_mistakes() -> None:
+def test_missing_files_are_named_together_with_other_mistakes() -> None:
+    files = ["model.path=/nope", "workloads=jsonl", "workloads.jsonl=/no.jsonl", "calibration.jsonl=/texts.jsonl"]
     with pytest.raises(UserError) as raised:
-        plan(["model.path=/nope", "kv=in8", "gates.min_recovery=95"], multirun=False)
+        plan([*files, "kv=in8", "gates.min_recovery=95"], multirun=False)
     assert str(raised.value).splitlines() == [
         "kv=in8: no such option, did you mean int8?",
         "gates.min_recovery: input should be less than 1 (got 95); 95 % is 0.95",
-        "model.path=/nope: no such directory; give a local checkpoint, or a GGUF file",
+        "model.path=/nope: no such directory; give a local Hugging Face checkpoint, or a GGUF file",
+        "workloads.jsonl=/no.jsonl: no such file; give one that exists",
+        "calibration.jsonl=/texts.jsonl: no such file; give one that exists",
     ]
+    with pytest.raises(UserError) as unread:
+        check_inputs(*plan(files, multirun=False).jobs)
+    assert str(unread.value).splitlines() == str(raised.value).splitlines()[2:]
     with pytest.raises(UserError) as raised:
         plan(["model.path=/nope", "kv=in8", "stage=status"], multirun=False)
     assert "model.path" not in str(raised.value), "this stage reads no model"
