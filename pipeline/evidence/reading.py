@@ -91,7 +91,7 @@ def find_evidence(directory: Path) -> list[Path]:
 
     Raises:
         UserError: the directory is neither evidence nor a bundle, or the evidence is unreadable.
-        MissingRequirement: the bundle was not judged.
+        MissingRequirement: the bundle has no evidence here.
     """
     if os.path.lexists(directory / IDENTITY_FILE):
         return [directory]
@@ -114,8 +114,9 @@ def find_evidence(directory: Path) -> list[Path]:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one cannot be read: {unreadable[0]}")
     if not about:
         raise MissingRequirement(
-            f"bundle={directory}: {IDENTITY_FILE} is missing, here and in {store / 'identity'}: this engine was never judged; "
-            "run stage=evaluate, or copy the evidence here"
+            f"bundle={directory}: its evidence ({IDENTITY_FILE}) is neither here nor in {store / 'identity'}; download it "
+            "(mlflow artifacts download --artifact-uri models:/NAME/VERSION --dst-path EVIDENCE), copy this directory to "
+            "EVIDENCE/engine and give bundle=EVIDENCE, or judge the engine with stage=evaluate"
         )
     return about
 

@@ -151,6 +151,9 @@ CASES = [
          loads_model=True),
     Case("more tokens than the model supports", ("backend=vllm", "model.path=model"),
          ("backend.max_model_len=", "the model was made for 2,048 tokens", "lower it"), with_config()),
+    Case("an engine without evidence", ("stage=verify", "bundle=engine"),
+         ("bundle=engine: its evidence (identity.json) is neither here", "mlflow artifacts download"),
+         text_file("engine/bundle.json", "{}"), code=4, runs_stage=True),
     Case("a full disk", ("stage=capacity", "workdir=work"), ("work",), text_file("x", ""), code=4, file_bytes=4000,
          runs_stage=True),
 ]  # fmt: skip

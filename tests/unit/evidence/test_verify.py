@@ -166,7 +166,9 @@ def test_a_verdict_by_older_rules_is_refused_for_its_rules(
 
 def test_a_copy_without_its_identity_names_the_missing_file(copy: Path) -> None:
     (copy / IDENTITY_FILE).unlink()
-    with pytest.raises(MissingRequirement, match=r"identity\.json is missing, .*run stage=evaluate"):
+    with pytest.raises(
+        MissingRequirement, match=r"its evidence \(identity\.json\) is neither here .*copy this directory to EVIDENCE/engine"
+    ):
         find_evidence(copy)
 
 
