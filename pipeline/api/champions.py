@@ -8,13 +8,11 @@ from pathlib import Path
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.config.config import Config
-from pipeline.evidence.identity import IDENTITY_FILE
-from pipeline.evidence.reading import Evidence, identities, read_evidence, registered_evidence
+from pipeline.evidence.reading import Evidence, download_evidence, identities, registered_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
 from stages.checkpoints.places import checkpoint_label
-from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.workloads.own import own_content
 
@@ -82,13 +80,11 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
     except GateRefusal as error:  # another work directory judged it, or an older kvgate
         why = f" ({error})"
     if evidence is None or evidence.engine is None:
-        copy = reader.download(version, scratch)
-        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:
-            raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
         try:
-            evidence = read_evidence(copy)
-        except UserError as error:  # an older kvgate judged it
-            raise GateRefusal(f"{champion_name}: {error}") from error
+            evidence = download_evidence(reader, version, scratch)
+        except GateRefusal as error:
+            raise GateRefusal(f"the champion of {model}, {error}") from error
+        copy = evidence.directory
         if not (copy / "engine").is_dir():
             raise MissingRequirement(
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "

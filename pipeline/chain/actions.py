@@ -114,19 +114,23 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     names = [candidate.name for candidate in judged]
     if name is not None and name not in names:
         raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, names)}")
-    engines = run.engines()
-    with show_progress("replaying the evidence"):
-        move = engines.promote(judged, model, name)
-    candidates = move.candidates
+    with run.engines() as engines:
+        with show_progress("replaying the evidence"):
+            move = engines.promote(judged, model, name)
+        candidates = move.candidates
+        with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
+            summary.note(config.work, last.sweep, champion=move.champion)
+            tables.print_comparison(candidates)
+            console.result("champion", console.Styled("green", move.message), champion=move.champion, message=move.message)
+            for rejected, reason in tables.reasons_against(candidates, move).items():
+                console.result("not_chosen", f"  not {rejected}: {reason}", candidate=rejected, reason=reason)
+            show_page(config, candidates, last, unfinished=unfinished, move=move)
+            compare_in_mlflow(config, candidates, last.sweep)
+    best = next(candidate for candidate in candidates if candidate.name == move.champion)
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
-        summary.note(config.work, last.sweep, champion=move.champion)
-        tables.print_comparison(candidates)
-        console.result("champion", console.Styled("green", move.message), champion=move.champion, message=move.message)
-        for rejected, reason in tables.reasons_against(candidates, move).items():
-            console.result("not_chosen", f"  not {rejected}: {reason}", candidate=rejected, reason=reason)
-        show_page(config, candidates, last, unfinished=unfinished, move=move)
-        compare_in_mlflow(config, candidates, last.sweep)
-        best = next(candidate for candidate in candidates if candidate.name == move.champion)
+        if not best.engine.path.is_dir():  # the champion stays, and was downloaded only to compete
+            console.say(f"Serve it with: pipeline.api.champion({engines.model.name!r})", paste=True)
+            return
         backend = config.backend if config.backend.name == best.backend else None
         console.say(f"Serve it with: {next_steps.serving(best.engine.path, backend)}", paste=True)
         next_steps.after_promotion(config, best.engine.path).show()
@@ -134,8 +138,8 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 def rollback(run: Run) -> None:
     """Bring the previous champion back."""
-    engines = run.engines(decides=False)  # a rollback needs none of the original command's keys
-    with show_progress("replaying the evidence"):
+    # A rollback needs none of the original command's keys.
+    with run.engines(decides=False) as engines, show_progress("replaying the evidence"):
         move = engines.rollback()
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(run.config.work, None, champion=move.champion)
@@ -143,13 +147,15 @@ def rollback(run: Run) -> None:
 
 
 def route(run: Run) -> None:
-    wanted, engines = run.config.routing, run.engines()
-    _say(routing.roll_back(engines, wanted.rollback) if wanted.rollback else routing.route(engines, wanted.routes or {}))
+    wanted = run.config.routing
+    with run.engines() as engines:
+        _say(routing.roll_back(engines, wanted.rollback) if wanted.rollback else routing.route(engines, wanted.routes or {}))
 
 
 def monitor(run: Run) -> None:
     """Move routes by a snapshot of the servers. Raises GateRefusal if a route moved back, or could not make a needed move."""
-    _say(routing.monitor(run.engines(), run.config.monitor))
+    with run.engines() as engines:
+        _say(routing.monitor(engines, run.config.monitor))
 
 
 def _say(lines: Iterable[str]) -> None:

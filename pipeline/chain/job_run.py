@@ -1,6 +1,7 @@
 """The run of one job: its configuration, the steps whose artifacts it makes, and the registered engines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -10,13 +11,13 @@ from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config, Tracking
-from pipeline.evidence.reading import identities
+from pipeline.evidence.reading import add_questions, download_evidence, identities
 from pipeline.evidence.verify import registered_engine
 from pipeline.registry.promotion import Engines
-from pipeline.registry.tracking import locate
-from pipeline.store.store import Store
+from pipeline.registry.tracking import Version, locate
+from pipeline.store.store import Store, scratch_folder
 from stages.core.artifact import Artifact
-from stages.core.errors import UserError
+from stages.core.errors import GateRefusal, UserError
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -74,12 +75,28 @@ class Run:
                 return self.verdict_steps.report()
         raise ValueError(f"stage={self.config.stage} makes no artifacts")
 
-    def engines(self, *, decides: bool = True) -> Engines:
-        """Return the registered engines, with their evidence in the work directory. Raises UserError if tracking is off.
+    @contextmanager
+    def engines(self, *, decides: bool = True) -> Iterator[Engines]:
+        """Open the registered engines, with their evidence in the work directory. Raises UserError if tracking is off.
 
-        `decides`: whether the configured gates decide again.
+        Evidence that is downloaded from the registry is removed after the block. `decides`: whether the configured gates decide
+        again.
         """
-        if self.registry is None:
+        store = self.registry
+        if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
-        gates = self.config.gates if decides else None
-        return Engines(self.registry, partial(registered_engine, identities(self.config.artifacts), self.config.signing, gates))
+        directories, gates = identities(self.config.artifacts), self.config.gates if decides else None
+        with ExitStack() as stack:
+
+            def fetch(version: Version) -> None:
+                folder = stack.enter_context(scratch_folder(self.config.artifacts, "identity", version.identity_digest))
+                evidence = download_evidence(store, version, folder)
+                if evidence.engine is None:
+                    raise GateRefusal(
+                        f"{version} has no evidence in this workdir, and no engine in the registry: judge it with "
+                        "stage=evaluate tracking.log_bundle=true, or give the workdir that judged it"
+                    )
+                add_questions(evidence, self.config.workloads)
+                directories[version.identity_digest] = evidence.directory
+
+            yield Engines(store, partial(registered_engine, directories, self.config.signing, gates), fetch)

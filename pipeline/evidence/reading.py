@@ -8,8 +8,10 @@ version in the second layout.
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import count, takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.config.signing import SIGNATURE_FILE
 from pipeline.evidence.identity import (
@@ -29,6 +31,11 @@ from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from stages.workloads.config import WorkloadsConfig
+from stages.workloads.own import own_content
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import RegistryReader
 
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
@@ -55,7 +62,7 @@ class Evidence:
         return bundle_of(self.directory, "baseline", self.identity)
 
     def candidate(self, name: str) -> Candidate:
-        """Return the judged engine as a candidate with a display name. The evidence must be in a store, with its report."""
+        """Return the judged engine as a candidate with a display name. The evidence must have its report."""
         assert self.report is not None, "the caller checks it"
         identity, store = self.identity, self.directory.parent.parent
         engine, baseline, evaluation = identity.reads
@@ -67,9 +74,9 @@ class Evidence:
             backend=identity.backend,
             **Candidate.decided(identity.verdict),
             metrics=self.report.metrics,
-            engine=Cited(path=store / engine.place, digest=engine.digest),
-            baseline=Cited(path=store / baseline.place, digest=baseline.digest),
-            report=Cited(path=store / evaluation.place / REPORT_FILE, digest=files_digest(reported)),
+            engine=Cited(path=self.engine or store / engine.place, digest=engine.digest),
+            baseline=Cited(path=self.baseline or store / baseline.place, digest=baseline.digest),
+            report=Cited(path=self.directory / REPORT_FILE, digest=files_digest(reported)),
             identity=Cited(path=self.directory / IDENTITY_FILE, digest=file_digest(self.directory / IDENTITY_FILE)),
             checkpoint=identity.sources.get("checkpoint"),
         )
@@ -159,6 +166,36 @@ def registered_evidence(directories: Mapping[str, Path], version: Version) -> Ev
     if evidence.report is None:
         raise GateRefusal(f"{version}: its report is missing, or cannot be read")
     return evidence
+
+
+def download_evidence(registry: "RegistryReader", version: Version, folder: Path) -> Evidence:
+    """Download the evidence of a version, with the engine if the registry has a copy.
+
+    Raises:
+        GateRefusal: the copy is not the evidence that the version cites, or cannot be read.
+        MissingRequirement: the registry does not answer, or its files are gone.
+    """
+    copy = registry.download(version, folder)
+    if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:
+        raise GateRefusal(f"{version}: its {IDENTITY_FILE} is not the one that the registry cites")
+    try:
+        return read_evidence(copy)
+    except UserError as error:  # an older kvgate judged it
+        raise GateRefusal(f"{version}: {error}") from error
+
+
+def add_questions(evidence: Evidence, workloads: WorkloadsConfig) -> None:
+    """Copy the user's file of questions or texts into downloaded evidence, if `workloads` names the file that was asked.
+
+    The registry has only the digest of the file. Raises UserError if the file cannot be read.
+    """
+    name, key, path = evidence.identity.workloads_file, workloads.own_key, workloads.own
+    if name is None or path is None:
+        return
+    content = own_content(f"workloads.{key}", path)
+    if sha256(content).hexdigest() == evidence.identity.link("evaluation").inputs.get(key):
+        (evidence.directory / name).parent.mkdir(exist_ok=True)
+        (evidence.directory / name).write_bytes(content)
 
 
 def lineage(identity: Identity) -> list[Finding]:

@@ -170,7 +170,9 @@ def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -
     try:
         config = requested_workloads(evidence)
         if config.own is not None and not config.own.is_file():
-            return Finding(SAMPLES_CHECK, "missing", f"the samples or texts of the user, {config.own}")
+            key = config.own_key
+            detail = f"your file is not at {config.own}: copy it there, or give workloads={key} workloads.{key}=FILE"
+            return Finding(SAMPLES_CHECK, "missing", detail)
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples
             from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds, workloads_digest
@@ -178,7 +180,7 @@ def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -
             encoded = encode_rounds(load_samples(config), BundleTokenizer(engine), config)
         return _compare(SAMPLES_CHECK, report.workloads_digest, workloads_digest(encoded))
     except MissingRequirement as error:
-        return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)
+        return Finding(SAMPLES_CHECK, "missing", str(error))
     except UserError as error:
         return Finding(SAMPLES_CHECK, "differs", str(error))
     except Exception as error:  # tokenizers raises bare exceptions, and tokenizer.json may be forged

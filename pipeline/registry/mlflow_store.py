@@ -12,17 +12,15 @@ evidence, so judging the same engine again, in any sweep, does not create a seco
 import json
 import logging
 import os
-import sqlite3
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal, cast
-from urllib.parse import unquote, urlsplit
 
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
@@ -31,9 +29,10 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.registry import run_content
 from pipeline.registry.reaching import check_reachable, reached
+from pipeline.registry.store_files import check_files, follow_move
 from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
-from stages.core.errors import UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
@@ -46,14 +45,6 @@ LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abst
 anyway, and a warning for each text that MLflow truncates."""
 MAX_VERSIONS = 200_000
 """Maximum versions in one answer of MLflow."""
-ADDRESSES = (
-    ("experiments", "artifact_location"),
-    ("runs", "artifact_uri"),
-    ("logged_models", "artifact_location"),
-    ("model_versions", "source"),
-    ("model_versions", "storage_location"),
-)
-"""Tables and columns of MLflow's database with the absolute address of a file or folder."""
 
 
 class Client:
@@ -89,7 +80,7 @@ class RegistryReader:
             with reached(location):
                 # Client forwards every method of MlflowClient, and refuses with one line if a call fails.
                 self.location, self.client = location, cast(MlflowClient, Client(location))
-                _follow_move(location)
+                follow_move(location)
                 if location.served:
                     self.client.search_experiments(max_results=1)
         finally:
@@ -137,9 +128,17 @@ class RegistryReader:
         return None
 
     def download(self, version: Version, folder: Path) -> Path:
-        """Download the evidence of a version, with the engine if the registry has a copy; return the path."""
-        with reached(self.location):
-            return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
+        """Download the evidence of a version, with the engine if the registry has a copy; return the path.
+
+        Raises MissingRequirement if the files are gone, or as `reached` does.
+        """
+        try:
+            with reached(self.location):
+                return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
+        except MlflowException as error:
+            raise MissingRequirement(
+                f"{self.location} has no files of {version}; judge it again with stage=evaluate"
+            ) from error
 
 
 class MlflowStore(RegistryReader):
@@ -176,7 +175,7 @@ class MlflowStore(RegistryReader):
         experiment = self.client.get_experiment_by_name(name)
         if experiment is None or experiment.lifecycle_stage != "active":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
-        _check_files(self.location, str(experiment.artifact_location))
+        check_files(self.location, str(experiment.artifact_location))
         return str(experiment.experiment_id)
 
     # Runs
@@ -354,43 +353,6 @@ class MlflowStore(RegistryReader):
     def set_left(self, workload: str, versions: set[str]) -> None:
         """Record the broken versions that the route of a class has moved away from."""
         self.client.set_registered_model_tag(self.location.model_name, f"{LEFT}{workload}", ",".join(sorted(versions)))
-
-
-def path_of(address: str) -> Path:
-    return Path(unquote(urlsplit(address).path))
-
-
-def _follow_move(location: Location) -> None:
-    """Correct the absolute addresses in a SQLite store that was moved with its work directory."""
-    new = location.artifact_root
-    if location.file is None or new is None or path_of(new).parent != location.file.parent or not path_of(new).is_dir():
-        return
-    with closing(sqlite3.connect(location.file, timeout=location.timeout_s)) as store, store:
-        query = "SELECT artifact_location FROM experiments WHERE name = ?"
-        for (old,) in store.execute(query, [location.experiment]).fetchall():
-            before = path_of(old)
-            if before.name != path_of(new).name or before.exists() or before.with_name(location.file.name).exists():
-                continue  # the store was not moved, or is a copy, or its files are elsewhere on purpose
-            for table, column in ADDRESSES:
-                moved = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?"
-                store.execute(moved, [new, len(old) + 1, len(old) + 1, f"{old}/"])
-
-
-def _check_files(location: Location, address: str) -> None:
-    """Refuse a store whose files were moved without it, and a copy of a SQLite store. The store has absolute addresses."""
-    if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
-        return
-    old, new = path_of(address), path_of(location.artifact_root)
-    if new.is_dir() and not old.exists():
-        raise UserError(
-            f"{location} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
-            f"the new one: mkdir -p {old.parent} && ln -s {new} {old}"
-        )
-    if location.file is not None and location.file.parent == new.parent and old.resolve() != new.resolve():
-        raise UserError(
-            f"{location} is a copy, which would write into the original's files in {old}: give the original's workdir, "
-            f"or begin a store here: rm -r {location.file} {new}"
-        )
 
 
 def version_of(entry: Any) -> Version:

@@ -85,8 +85,6 @@ class Finding:
     name: str
     status: Literal["same", "differs", "missing"]
     detail: str
-    library_missing: bool = False
-    """Whether the check could not run because a library is missing. Such a finding says nothing about the evidence."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.status}, {self.detail}"
@@ -123,17 +121,17 @@ class RegisteredEngine:
     @cached_property
     def _problem(self) -> Finding | None:
         problems = [finding for finding in self.replay() if finding.status != "same"]
-        return min(problems, key=lambda finding: finding.library_missing, default=None)  # missing libraries last
+        return min(problems, key=lambda finding: finding.status == "missing", default=None)  # what is missing comes last
 
     def verify(self) -> None:
         """Check the evidence, the verdict and the limits again. The evidence is replayed only once, because that takes seconds.
 
         Raises:
-            GateRefusal: the first problem.
-            MissingRequirement: there is no problem, but the replay needs a library that is not installed.
+            GateRefusal: some part differs, the verdict is no PASS, or the engine exceeds its tested limits.
+            MissingRequirement: no part differs, but a file, a library or the user's questions are missing.
         """
         if self._problem is not None:
-            raise (MissingRequirement if self._problem.library_missing else GateRefusal)(str(self._problem))
+            raise (MissingRequirement if self._problem.status == "missing" else GateRefusal)(str(self._problem))
         if self.candidate.verdict != "PASS":
             reasons = "; ".join(self.candidate.reasons)
             raise GateRefusal(f"judged again from its recorded samples, it is {self.candidate.verdict}: {reasons}")
@@ -151,6 +149,9 @@ class Engines:
     registry: "MlflowStore"
     read: Callable[[Version], RegisteredEngine]
     """Returns the engine of a version, read from its artifacts. Raises GateRefusal if the evidence is missing."""
+    fetch: Callable[[Version], None] | None = None
+    """Downloads the evidence and the engine of a version, so that `read` finds them. Raises GateRefusal if the registry has no
+    copy."""
     _engines_read: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -158,10 +159,20 @@ class Engines:
         """The registered model as the command found it."""
         return self.registry.read()
 
-    def find(self, version: Version) -> RegisteredEngine:
-        """Return the engine of a version. Raises GateRefusal if its evidence is missing."""
+    def find(self, version: Version, *, fetched: bool = False) -> RegisteredEngine:
+        """Return the engine of a version. Raises GateRefusal if its evidence is missing.
+
+        `fetched`: whether missing evidence is downloaded from the registry. This may take gigabytes.
+        """
         if version.number not in self._engines_read:
-            self._engines_read[version.number] = self.read(version)
+            try:
+                engine = self.read(version)
+            except GateRefusal:
+                if not fetched or self.fetch is None:
+                    raise
+                self.fetch(version)
+                engine = self.read(version)
+            self._engines_read[version.number] = engine
         return self._engines_read[version.number]
 
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
@@ -236,9 +247,13 @@ class Engines:
         if serving is None or serving.name in [candidate.name for candidate in candidates]:
             return None
         try:
-            champion = self.find(serving).candidate
-        except GateRefusal:  # another work directory judged it, or it was deleted
+            champion = self.find(serving, fetched=True).candidate
+        except GateRefusal:  # another work directory judged it, and the registry has no copy of its engine
             return None
+        except MissingRequirement as error:
+            raise MissingRequirement(
+                f"the champion, {serving}, cannot compete: {error}; run it again, or request a candidate with promote.name=NAME"
+            ) from error
         comparable = any(candidate.checkpoint == champion.checkpoint for candidate in candidates)
         return champion if comparable and champion.verdict == "PASS" else None
 
@@ -278,7 +293,7 @@ class Engines:
             raise UserError(f"stage=rollback: {error}; promote another candidate with stage=promote") from error
         bad, version = str(before.now), self.model.versions[str(after.now)]
         try:
-            self.find(version).verify()
+            self.find(version, fetched=True).verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"stage=rollback: {version} cannot become the champion again: {error}") from error
         tags = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None, ROLLED_BACK_BY: author(), ROLLED_BACK_AT: _now()}

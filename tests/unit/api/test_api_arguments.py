@@ -138,7 +138,7 @@ def test_a_champion_of_older_rules_must_be_judged_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(reading, "bundle_of", lambda *_: None)  # the registry holds only the evidence
     with pytest.raises(
         GateRefusal,
-        match=f"version 1, the champion of tiny: .*: version {RULES - 1} of the gates' rules decided PASS.*judge it again",
+        match=rf"the champion of tiny, version 1 \(int8\): .*: version {RULES - 1} .* PASS.*judge it again",
     ):
         champion("tiny", workdir=tmp_path / "work")
 

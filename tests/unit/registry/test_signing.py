@@ -119,8 +119,11 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(
     registry.versions = {"1": cited_tags(forged)}
     monkeypatch.setattr("pipeline.chain.job_run.open_store", lambda *_: registry)
     promotion = Run(config_of("stage=promote", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]"))
-    with pytest.raises(GateRefusal, match=r"int8 is not promoted: signature: differs, no trusted key signed it"):
-        promotion.engines().promote([candidate_of(forged)], "some-llm")
+    with (
+        promotion.engines() as engines,
+        pytest.raises(GateRefusal, match=r"int8 is not promoted: signature: differs, no trusted key signed it"),
+    ):
+        engines.promote([candidate_of(forged)], "some-llm")
     with pytest.raises(GateRefusal, match=r"differs from the judged engine: signature$"):
         verify_stage(stage_verify(forged, ours[1]))
 
