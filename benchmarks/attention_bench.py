@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import attention_cases
 from benchmarks import attention_reference as reference
-from benchmarks.attention_cases import Case, Row
+from benchmarks.attention_cases import DecodeCase, Row
 from benchmarks.recording import log, results_record, write_json
 from plugins.kv_attention.layout import PAGE_TOKENS
 
@@ -78,14 +78,14 @@ FILL_PAGES = 512
 """Number of pages to fill with random numbers at once."""
 
 
-class Step:
+class DecodeInputs:
     """A random cache with pages in random order, and the bfloat16 inputs of one decode step.
 
     Static scales are 1, which fits normally distributed numbers. For another scale of the values, some peers would run an extra
     kernel that their format does not need.
     """
 
-    def __init__(self, case: Case, storage: str, device: torch.device, seed: int) -> None:
+    def __init__(self, case: DecodeCase, storage: str, device: torch.device, seed: int) -> None:
         self.case, self.storage, self.layout = case, storage, case.layout(storage)
         self.scaling = 1 / math.sqrt(case.head_dim)
         rng = self.rng = torch.Generator(device).manual_seed(seed)
@@ -131,7 +131,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class KernelConfiguration:
     """One configuration of a kernel. The fastest candidate of a kernel counts."""
 
     prepare: Callable[[], Callable[[], Tensor]]
@@ -147,7 +147,7 @@ class Kernel:
 
     name: str
     storage: str
-    candidates: Callable[[Step], Iterator[Candidate]]
+    candidates: Callable[[DecodeInputs], Iterator[KernelConfiguration]]
     """Yields the candidates for a step, the default one first."""
     tolerance: float
     """Maximum relative L2 error of the outputs. Rounding to bfloat16 alone gives 1.7e-3 (at most 2^-9 per number)."""
@@ -167,7 +167,7 @@ class Kernel:
         return self.library is not None
 
 
-def relative_error(kernel: Kernel, step: Step, out: Tensor) -> float:
+def relative_error(kernel: Kernel, step: DecodeInputs, out: Tensor) -> float:
     """Return the relative L2 error of out (B, Hq, D): the maximum over the first and the last sequence."""
     errors = []
     for b in {0, step.case.batch - 1}:
@@ -253,7 +253,7 @@ def copy_rate(timer: Timer, device: torch.device) -> float:
 
 
 def run_case(
-    case: Case, kernels: Sequence[Kernel], timer: Timer, device: torch.device, copy_bytes_per_s: float, seed: int
+    case: DecodeCase, kernels: Sequence[Kernel], timer: Timer, device: torch.device, copy_bytes_per_s: float, seed: int
 ) -> list[Row]:
     """Measure and check every kernel on fresh random inputs.
 
@@ -262,7 +262,7 @@ def run_case(
     """
     rows: list[Row] = []
     for storage in attention_cases.STORAGES:
-        step: Step | None = None
+        step: DecodeInputs | None = None
         for kernel in (kernel for kernel in kernels if kernel.storage == storage):
             row = {**case.describe(), "kernel": kernel.name, "storage": storage, "peer": kernel.peer}
             copies = kernel.extra_copies + (step is None)
@@ -270,25 +270,25 @@ def run_case(
             if reason is not None:
                 rows.append(row | {"skipped": reason})
                 continue
-            step = step or Step(case, storage, device, seed)
+            step = step or DecodeInputs(case, storage, device, seed)
             rows.append(row | _measure(kernel, step, timer, copy_bytes_per_s))
     attention_cases.add_ratios(rows)
     return rows
 
 
-def _unavailable(kernel: Kernel, case: Case) -> str | None:
+def _unavailable(kernel: Kernel, case: DecodeCase) -> str | None:
     """Return the reason why a kernel cannot run on this machine or for this case; None if it can."""
     if kernel.library is not None and find_spec(kernel.library) is None:
         return f"{kernel.library} is not installed"
     return None if kernel.ragged or not case.ragged else "takes sequences of one length only"
 
 
-def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) -> Row:
+def _measure(kernel: Kernel, step: DecodeInputs, timer: Timer, copy_bytes_per_s: float) -> Row:
     """Time the fastest candidate of the kernel again with more runs, and check the output of the last run.
 
     If a peer fails to prepare or run, the row has a reason instead of figures. Failures of kvgate's kernels are raised.
     """
-    tried: list[tuple[float, Callable[[], Tensor], Candidate]] = []
+    tried: list[tuple[float, Callable[[], Tensor], KernelConfiguration]] = []
     failed: list[str] = []
     try:
         for candidate in kernel.candidates(step):
@@ -322,7 +322,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 
 
-def _does_not_fit(case: Case, needed: int, device: torch.device) -> str | None:
+def _does_not_fit(case: DecodeCase, needed: int, device: torch.device) -> str | None:
     """Return the reason if `needed` bytes, the check and ROOM_BYTES exceed the device's free memory, else None."""
     if device.type == "cpu":
         return None

@@ -36,7 +36,7 @@ of splits take a significant part of the time."""
 
 
 @dataclass(frozen=True)
-class Case:
+class DecodeCase:
     """One decode step of one layer, with one query token per sequence."""
 
     batch: int
@@ -105,14 +105,14 @@ def grid(
     tokens: Sequence[int] = TOKENS,
     groups: Sequence[int] = GROUPS,
     ragged: Sequence[str] = tuple(RAGGED),
-) -> Iterator[Case]:
+) -> Iterator[DecodeCase]:
     """Yield every combination of batch, tokens and group, and the named ragged batches for every group."""
     for g in groups:
-        yield from (Case(b, t, g) for b, t in product(batches, tokens))
-        yield from (Case(len(RAGGED[name]), max(RAGGED[name]), g, ragged=name) for name in ragged)
+        yield from (DecodeCase(b, t, g) for b, t in product(batches, tokens))
+        yield from (DecodeCase(len(RAGGED[name]), max(RAGGED[name]), g, ragged=name) for name in ragged)
 
 
-def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: float) -> Row:
+def measured(case: DecodeCase, storage: str, microseconds: float, copy_bytes_per_s: float) -> Row:
     """Return the figures of a row."""
     rate = case.moved_bytes(storage) / (microseconds * 1e-6)
     return {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.attention_bench import Candidate, Kernel, Step
+from benchmarks.attention_bench import DecodeInputs, Kernel, KernelConfiguration
 from benchmarks.attention_cases import STORAGES
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import PAGE_TOKENS
@@ -22,16 +22,16 @@ WORKSPACE_BYTES = 512 << 20
 """Bytes of FlashInfer's workspace for the partial sums of its splits. XQA needs a workspace filled with zeros."""
 
 
-def _shipped(step: Step) -> Iterator[Candidate]:
+def _shipped(step: DecodeInputs) -> Iterator[KernelConfiguration]:
     """Yield kvgate's launch, with a ready work list, because a step makes it once for all layers."""
     programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
     plan = launch.plan_decode(step.layout, step.lengths, programs=programs)
     inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths)
     run = partial(launch.decode_attention, *inputs, plan=plan, scaling=step.scaling)
-    yield Candidate(lambda: run, f"programs {programs}")
+    yield KernelConfiguration(lambda: run, f"programs {programs}")
 
 
-def _sdpa(step: Step) -> Iterator[Candidate]:
+def _sdpa(step: DecodeInputs) -> Iterator[KernelConfiguration]:
     """Yield torch's scaled_dot_product_attention over contiguous keys and values (B, H, T, D).
 
     One candidate uses grouped heads, as documented. The other candidate passes the query heads of a group as rows of one
@@ -53,11 +53,11 @@ def _sdpa(step: Step) -> Iterator[Candidate]:
     def as_rows() -> Tensor:
         return scaled_dot_product_attention(rows, keys, values, scale=step.scaling).flatten(1, 2)
 
-    yield Candidate(lambda: grouped, "grouped heads")
-    yield Candidate(lambda: as_rows, "heads as rows")
+    yield KernelConfiguration(lambda: grouped, "grouped heads")
+    yield KernelConfiguration(lambda: as_rows, "heads as rows")
 
 
-def _wrapper(step: Step, tensor_cores: bool, backend: str) -> Callable[[], Tensor]:
+def _wrapper(step: DecodeInputs, tensor_cores: bool, backend: str) -> Callable[[], Tensor]:
     """Plan FlashInfer's batch decode over the pages of every sequence, and return the function that runs it."""
     import flashinfer
 
@@ -84,14 +84,14 @@ def _wrapper(step: Step, tensor_cores: bool, backend: str) -> Callable[[], Tenso
     return partial(wrapper.run, step.query, pools)
 
 
-def _flashinfer(step: Step) -> Iterator[Candidate]:
+def _flashinfer(step: DecodeInputs) -> Iterator[KernelConfiguration]:
     """Yield FlashInfer's batch decode with its kernels for bfloat16 queries. FA3 does not support an FP8 cache."""
     backends = ((True, "fa2"), (False, "auto")) if step.storage == "fp8" else ((True, "fa2"), (True, "fa3"), (False, "auto"))
     for tensor_cores, backend in backends:
-        yield Candidate(partial(_wrapper, step, tensor_cores, backend), f"{backend}{', tensor cores' * tensor_cores}")
+        yield KernelConfiguration(partial(_wrapper, step, tensor_cores, backend), f"{backend}{', tensor cores' * tensor_cores}")
 
 
-def _flashinfer_xqa(step: Step) -> Iterator[Candidate]:
+def _flashinfer_xqa(step: DecodeInputs) -> Iterator[KernelConfiguration]:
     """Yield the kernel that FlashInfer selects for the GPU: XQA, or trtllm-gen on compute capability 10."""
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
@@ -110,7 +110,7 @@ def _flashinfer_xqa(step: Step) -> Iterator[Candidate]:
             kv_layout="HND",
         )
 
-    yield Candidate(prepare)
+    yield KernelConfiguration(prepare)
 
 
 KERNELS = (

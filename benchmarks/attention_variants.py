@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.attention_bench import GpuTimer, Step, run_benchmark
-from benchmarks.attention_cases import JUDGED_KERNEL, Case, Row
+from benchmarks.attention_bench import DecodeInputs, GpuTimer, run_benchmark
+from benchmarks.attention_cases import JUDGED_KERNEL, DecodeCase, Row
 
-CASES = (Case(32, 8192, 8), Case(32, 2048, 4), Case(8, 8192, 8))
+CASES = (DecodeCase(32, 8192, 8), DecodeCase(32, 2048, 4), DecodeCase(8, 8192, 8))
 STORAGES = ("fp8k_int4v", "fp8", "bf16")
 RESIDENT = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Numbers of programs launched per SM. If they do not all fit, later programs start when earlier programs end."""
@@ -58,10 +58,10 @@ def measure(device: torch.device) -> Iterator[Row]:
         return replace(variant, constants=variant.constants | {"T": tile, "STAGES": stages}, num_stages=stages)
 
     for storage, case in product(STORAGES, CASES):
-        step = Step(case, storage, device, seed=1)
+        step = DecodeInputs(case, storage, device, seed=1)
         inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths)
 
-        def timed(programs: int, inputs: tuple[Any, ...] = inputs, step: Step = step) -> Row:
+        def timed(programs: int, inputs: tuple[Any, ...] = inputs, step: DecodeInputs = step) -> Row:
             """Return the microseconds, and the relative L2 error of the last sequence."""
             plan = launch.plan_decode(step.layout, step.lengths, programs=programs)
             microseconds, out = timer(partial(launch.decode_attention, *inputs, plan=plan, scaling=step.scaling), None)

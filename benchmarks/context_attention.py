@@ -14,12 +14,12 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import attention_reference as reference
-from benchmarks.attention_bench import GpuTimer, Step, run_benchmark
-from benchmarks.attention_cases import STORAGES, Case, Row
+from benchmarks.attention_bench import DecodeInputs, GpuTimer, run_benchmark
+from benchmarks.attention_cases import STORAGES, DecodeCase, Row
 
 HISTORIES = ((8192, 512), (8192, 2048), (512, 512), (8192, 128), (8192, 4))
 """(cached tokens, new tokens) per sequence."""
-CASES = tuple((Case(batch, history, 8), new) for history, new in HISTORIES for batch in (1, 4))
+CASES = tuple((DecodeCase(batch, history, 8), new) for history, new in HISTORIES for batch in (1, 4))
 """(sequences with their history, new tokens per sequence)."""
 TOLERANCE = 5e-3
 
@@ -36,7 +36,7 @@ def measure(device: torch.device) -> Iterator[Row]:
         heads = (case.q_heads, case.kv_heads, case.kv_heads)
         query, key, value = (torch.randn(batch * new, h, case.head_dim, device=device).bfloat16() for h in heads)
         for storage in STORAGES:
-            step = Step(case, storage, device, seed=1)
+            step = DecodeInputs(case, storage, device, seed=1)
             stored = [reference.dequantize(step.layout, step.cache, table.long(), history) for table in step.page_table]
             dense = [
                 torch.cat([torch.stack(side), x.view(batch, new, case.kv_heads, -1).transpose(1, 2)], 2)

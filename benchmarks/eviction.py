@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.benchlib import load_model, load_policy, static_scales_on
 from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, convert_once
-from benchmarks.numerics import Forced, Measured, Text, measure_engines, page_texts, verdict
+from benchmarks.numerics import Forced, Measured, ScoredText, measure_engines, page_texts, verdict
 from benchmarks.recording import results_record, write_json
 from stages.checkpoints.places import locate_checkpoint
 from stages.engines.reference.engine import TorchEngine
@@ -104,7 +104,7 @@ def kept_share(kv: KVPolicy, engine: TorchEngine) -> float:
     return sum(kv.kept_tokens(length, engine.shape) / length for length in lengths) / len(lengths)
 
 
-def show(measured: dict[str, Measured], shares: dict[str, float], texts: Sequence[Text]) -> None:
+def show(measured: dict[str, Measured], shares: dict[str, float], texts: Sequence[ScoredText]) -> None:
     """Print both tables and the verdicts on the claims."""
     print(f"| sinks, with a window of {WINDOW} | tokens kept | mean KL | PPL ratio |\n|---:|---:|---:|---:|")
     for sinks in SINK_TABLE:

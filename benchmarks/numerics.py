@@ -185,7 +185,7 @@ CLAIMS: tuple[tuple[str, str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Text:
+class ScoredText:
     """Token ids and targets. Tokens from `first` on are fed one by one, and `targets` are the tokens that follow them."""
 
     document: str
@@ -194,11 +194,11 @@ class Text:
     targets: tuple[int, ...]
 
 
-def tiny_texts(counts: Mapping[str, int] = COUNTS) -> list[Text]:
+def tiny_texts(counts: Mapping[str, int] = COUNTS) -> list[ScoredText]:
     """Return samples for the tiny model. The prompt's last token is decoded, so that every scored logit reads the cache."""
     samples = [sample for workload, count in counts.items() for sample in generate(workload, count, 0)]
     return [
-        Text(item.sample.cluster, (*item.prompt, *item.reference[:-1]), len(item.prompt) - 1, item.reference)
+        ScoredText(item.sample.cluster, (*item.prompt, *item.reference[:-1]), len(item.prompt) - 1, item.reference)
         for item in encode(samples, BundleTokenizer(CHECKPOINT), MAX_SCORED)
     ]
 
@@ -210,10 +210,10 @@ def tiny_calibration() -> list[tuple[int, ...]]:
     return [(*tokenizer.prompt_ids(sample), *tokenizer.text_ids(sample.reference)) for sample in samples]
 
 
-def page_texts(tokens: npt.NDArray[np.int64], pages: int, length: int, first: int = PAGE_FIRST) -> list[Text]:
+def page_texts(tokens: npt.NDArray[np.int64], pages: int, length: int, first: int = PAGE_FIRST) -> list[ScoredText]:
     """Return `pages` pages of Python's documentation; tokens from `first` on are scored."""
     texts = [tokens[at : at + length].tolist() for at in start_positions(len(tokens), [length] * pages)]
-    return [Text(f"page {i}", tuple(page[:-1]), first, tuple(page[first + 1 :])) for i, page in enumerate(texts)]
+    return [ScoredText(f"page {i}", tuple(page[:-1]), first, tuple(page[first + 1 :])) for i, page in enumerate(texts)]
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Measured:
 
 
 def measure(
-    model: Any, texts: Sequence[Text], scales: Callable[[KVPolicy], KVScales], policies: Mapping[str, KVPolicy] = POLICIES
+    model: Any, texts: Sequence[ScoredText], scales: Callable[[KVPolicy], KVScales], policies: Mapping[str, KVPolicy] = POLICIES
 ) -> dict[str, Measured]:
     """Score all texts under every policy."""
     engines = {name: TorchEngine.from_model(model, kv, scales(kv)) for name, kv in policies.items()}
@@ -252,7 +252,7 @@ class Forced(Protocol):
         ...
 
 
-def measure_engines(exact: Forced, engines: Mapping[str, Forced], texts: Sequence[Text]) -> dict[str, Array]:
+def measure_engines(exact: Forced, engines: Mapping[str, Forced], texts: Sequence[ScoredText]) -> dict[str, Array]:
     """Return the sums of `Measured` by engine, relative to the engine `exact`."""
     sums = {name: np.zeros((len(texts), 3)) for name in engines}
     for number, text in enumerate(texts):
@@ -266,7 +266,7 @@ def measure_engines(exact: Forced, engines: Mapping[str, Forced], texts: Sequenc
     return sums
 
 
-def measure_peers(checkpoint: Path, texts: Sequence[Text]) -> dict[str, Measured]:
+def measure_peers(checkpoint: Path, texts: Sequence[ScoredText]) -> dict[str, Measured]:
     """Score all texts under transformers' QuantizedCache, and under policies of kvgate with dynamic scales."""
     model = load_model(checkpoint)
     exact = TorchEngine.from_model(model, FP16_POLICY)
@@ -300,7 +300,7 @@ def verdict(better: Measured, worse: Measured, documents: Sequence[str]) -> str:
     return f"{ratio:.3g}x [{low:.3g}, {high:.3g}] | {word}"
 
 
-def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
+def show(measured: Mapping[str, Measured], texts: Sequence[ScoredText]) -> None:
     """Print the cost of every policy, and the verdict on every claim."""
     print("| policy | bytes/token | mean KL | PPL ratio |\n|---|---:|---:|---:|")
     for name, result in measured.items():

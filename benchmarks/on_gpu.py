@@ -65,7 +65,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartResult:
     """The result of a part."""
 
     name: str
@@ -176,13 +176,13 @@ def missing_requirements(part: Part) -> list[str]:
     return [need for need, (kind, _, name) in split.items() if not finders[kind](name)]
 
 
-def run_part(part: Part, out: Path, seconds: float) -> Outcome:
+def run_part(part: Part, out: Path, seconds: float) -> PartResult:
     """Run a part, and kill all its processes at its end."""
     command = [word.replace("{out}", str(out)) for word in shlex.split(part.command)]
     shown_command = shlex.join(command).replace(PYTHON, "python")
     missing = missing_requirements(part)
     if missing:
-        return Outcome(part.name, "MISSING", 0.0, ", ".join(need.rpartition(":")[2] for need in missing), shown_command)
+        return PartResult(part.name, "MISSING", 0.0, ", ".join(need.rpartition(":")[2] for need in missing), shown_command)
     limit, started = min(part.seconds, seconds), time.monotonic()
     log = out / f"{slug(part.name)}.log"
     with log.open("wb") as output:
@@ -203,7 +203,9 @@ def run_part(part: Part, out: Path, seconds: float) -> Outcome:
     lines = log.read_text(errors="replace").splitlines()
     detail = "" if code == 0 else f"longer than {limit:.0f} s" if code is None else f"exit code {code}"
     took = time.monotonic() - started
-    return Outcome(part.name, "FAIL" if detail else "PASS", round(took, 1), detail, shown_command, tuple(lines[-LAST_LINES:]))
+    return PartResult(
+        part.name, "FAIL" if detail else "PASS", round(took, 1), detail, shown_command, tuple(lines[-LAST_LINES:])
+    )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -215,10 +217,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[Outcome]:
+def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[PartResult]:
     """Run the parts of a step in order, and write the results after every part."""
     out.mkdir(parents=True, exist_ok=True)
-    outcomes, started = list[Outcome](), time.monotonic()
+    outcomes, started = list[PartResult](), time.monotonic()
     for part in STEPS[name]:
         outcomes.append(run_part(part, out, STEP_SECONDS - (time.monotonic() - started)))
         say(line(name, outcomes[-1]))
@@ -227,7 +229,7 @@ def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[O
     return outcomes
 
 
-def line(step: str, outcome: Outcome) -> str:
+def line(step: str, outcome: PartResult) -> str:
     """Return a part's line in the table."""
     return f"{outcome.status:8} {step:12} {outcome.name:36} {outcome.seconds:6.1f} s  {outcome.detail}".rstrip()
 

@@ -34,7 +34,7 @@ WARM_UP = 8
 
 
 @dataclass(frozen=True)
-class Setting:
+class PeerSetting:
     """Settings that all formats of a peer share."""
 
     checkpoint: str
@@ -58,12 +58,12 @@ class Peer(ABC):
     formats: ClassVar[dict[str, str]]
     """Width by KV format; the first format is float."""
 
-    def __init__(self, kv: str, setting: Setting) -> None:
+    def __init__(self, kv: str, setting: PeerSetting) -> None:
         self.kv, self.setting, self.models = kv, setting, Path(setting.models)
 
     @classmethod
     @abstractmethod
-    def prepare(cls, setting: Setting) -> None:
+    def prepare(cls, setting: PeerSetting) -> None:
         """Convert the checkpoint to the engine's format, unless it is converted already."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Kvgate(Peer):
     distributions = ("onnxruntime", "torch", "transformers")
     formats: ClassVar = {"fp16": "float", "fp8": "8 bit", "int8": "8 bit", "fp8k_int4v": "4 bit", "int4_g32": "4 bit"}
 
-    def __init__(self, kv: str, setting: Setting) -> None:
+    def __init__(self, kv: str, setting: PeerSetting) -> None:
         from stages.engines.onnx.engine import load_engine
 
         super().__init__(kv, setting)
@@ -94,7 +94,7 @@ class Kvgate(Peer):
         self.handles: list[int] = []
 
     @classmethod
-    def prepare(cls, setting: Setting) -> None:
+    def prepare(cls, setting: PeerSetting) -> None:
         from benchmarks import benchlib
 
         checkpoint, models = Path(setting.checkpoint), Path(setting.models)
@@ -126,7 +126,7 @@ class Genai(Peer):
     install = "--no-deps onnxruntime-genai==0.18.0"
     formats: ClassVar = {"float32": "float", "int8_per_channel": "8 bit", "int4_per_channel": "4 bit"}
 
-    def __init__(self, kv: str, setting: Setting) -> None:
+    def __init__(self, kv: str, setting: PeerSetting) -> None:
         # onnxruntime-genai finds ONNX Runtime's library only if the library is already loaded.
         import onnxruntime  # noqa: F401  isort: skip
         import onnxruntime_genai as og
@@ -138,7 +138,7 @@ class Genai(Peer):
         self.shape = json.loads((self.models / kv / "genai_config.json").read_text())["model"]["decoder"]
 
     @classmethod
-    def prepare(cls, setting: Setting) -> None:
+    def prepare(cls, setting: PeerSetting) -> None:
         models = Path(setting.models)
         scales = models / "kv_scales.json"
         for kv, width in cls.formats.items():
@@ -152,7 +152,7 @@ class Genai(Peer):
                 (models / f"{kv}.part").rename(models / kv)
 
     @classmethod
-    def _calibrate(cls, setting: Setting, models: Path, out: Path) -> None:
+    def _calibrate(cls, setting: PeerSetting, models: Path, out: Path) -> None:
         """Measure scales over kvgate's calibration text, in windows of 512 tokens, the tool's default."""
         from stages.checkpoints.loading import load_tokenizer
 
@@ -203,7 +203,7 @@ class OpenVino(Peer):
     )
     formats: ClassVar = {"f16": "float", "u8": "8 bit", "u4": "4 bit"}
 
-    def __init__(self, kv: str, setting: Setting) -> None:
+    def __init__(self, kv: str, setting: PeerSetting) -> None:
         import openvino as ov
         from openvino import opset13
 
@@ -221,7 +221,7 @@ class OpenVino(Peer):
         self.length = 0
 
     @classmethod
-    def prepare(cls, setting: Setting) -> None:
+    def prepare(cls, setting: PeerSetting) -> None:
         target, part = (Path(setting.models) / name for name in ("model", "model.part"))
         if not target.exists():
             run_python("-c", OPENVINO_EXPORT, setting.checkpoint, str(part))
@@ -278,7 +278,7 @@ def measure(engine: Peer, tokens: Sequence[int], context: int, logits: Path) -> 
 def run_job() -> None:
     """Prepare a peer or measure one format, as the JSON on stdin requests. Print the result or the error as the last line."""
     job = json.load(sys.stdin)
-    peer, setting = PEERS[job["peer"]], Setting(**job["setting"])
+    peer, setting = PEERS[job["peer"]], PeerSetting(**job["setting"])
     Path(setting.models).mkdir(parents=True, exist_ok=True)
     try:
         if job["kv"] == PREPARE:
@@ -291,7 +291,7 @@ def run_job() -> None:
     print(json.dumps(result))
 
 
-def run_in_process(sites: Path, peer: str, kv: str, setting: Setting, **fields: Any) -> Cell:
+def run_in_process(sites: Path, peer: str, kv: str, setting: PeerSetting, **fields: Any) -> Cell:
     """Run a job in a separate process, with the peer's folder first on the module path. `fields`: further keys of the job."""
     job = json.dumps({"peer": peer, "kv": kv, "setting": asdict(setting), **fields})
     path = os.pathsep.join([str((sites / peer).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -338,7 +338,7 @@ def main() -> None:
     cells: list[Cell] = []
     for peer in options.peers:
         calibration = tokens[-CALIBRATION_TOKENS:]
-        setting = Setting(str(checkpoint.resolve()), str(work / peer), options.threads, capacity, calibration)
+        setting = PeerSetting(str(checkpoint.resolve()), str(work / peer), options.threads, capacity, calibration)
         prepared = run_in_process(options.sites, peer, PREPARE, setting)
         log(f"{PEERS[peer].title}: {prepared}")
         if "cannot" in prepared:

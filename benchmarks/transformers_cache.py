@@ -20,7 +20,7 @@ GROUP, RESIDUAL = 64, 128
 
 
 @dataclass(frozen=True)
-class Library:
+class CacheLibrary:
     """A library that quantizes transformers' cache."""
 
     name: str
@@ -33,8 +33,8 @@ class Library:
 
 
 LIBRARIES = (
-    Library("quanto", "optimum", "optimum-quanto==0.2.7", 0),
-    Library("hqq", "hqq", "hqq==0.2.8.post1 termcolor einops", 1),
+    CacheLibrary("quanto", "optimum", "optimum-quanto==0.2.7", 0),
+    CacheLibrary("hqq", "hqq", "hqq==0.2.8.post1 termcolor einops", 1),
 )
 
 
@@ -46,7 +46,7 @@ class QuantizedCacheEngine:
     """
 
     model: Any
-    library: Library
+    library: CacheLibrary
 
     @torch.inference_mode()
     def forced(self, tokens: Sequence[int], first: int) -> Logits:

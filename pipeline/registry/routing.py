@@ -3,7 +3,7 @@
 Under memory pressure a class moves to the next smaller engine. Old values lose precision first and keys last: keys decide where
 attention looks, while values are averaged, which reduces their error. The candidates hold more live tokens than the present
 engine in the same memory, over the same baseline (so with the same model, weights and backend). They are tried in the order of
-`Step`. An engine that changes the keys is allowed only if every monitor of quality is shown to hold.
+`EngineChange`. An engine that changes the keys is allowed only if every monitor of quality is shown to hold.
 
 The alias `route-CLASS` of the registered model is the engine that serves a class (`pipeline.registry.moves`). If a route moves
 back from a version, the registered model's tag `left-CLASS` gets the version: no monitor chooses it for this class again until
@@ -45,7 +45,7 @@ def move_to_previous(engines: Engines, workload: str, why: str) -> Move:
     return Move(alias_of(workload), before, after, record, f"{why}; to its previous engine", back=True)
 
 
-class Step(NamedTuple):
+class EngineChange(NamedTuple):
     """The changes that a smaller engine would bring. The smallest change sorts first."""
 
     keys: bool
@@ -58,7 +58,7 @@ class Step(NamedTuple):
         return f"{what} and holds {self.gained:,.0f} more live tokens in the same memory"
 
 
-def step(now: RegisteredEngine, to: RegisteredEngine) -> Step:
+def step(now: RegisteredEngine, to: RegisteredEngine) -> EngineChange:
     def overrides(policy: KVPolicy, side: Side) -> dict[int, object]:
         return {layer: form for part in policy.overrides if (form := part.form(side)) is not None for layer in part.layers}
 
@@ -72,7 +72,7 @@ def step(now: RegisteredEngine, to: RegisteredEngine) -> Step:
     before, after = now.policy, to.policy
     fewer = after.sink_tokens < before.sink_tokens or after.recent_tokens < before.recent_tokens  # exact tokens
     gained = live_tokens(to.candidate) - live_tokens(now.candidate)
-    return Step(keys(before) != keys(after) or fewer, recent_values(before) != recent_values(after) or fewer, gained)
+    return EngineChange(keys(before) != keys(after) or fewer, recent_values(before) != recent_values(after) or fewer, gained)
 
 
 def step_down(

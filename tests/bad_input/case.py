@@ -15,7 +15,7 @@ def prepare_nothing(_: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Case:
+class BadInput:
     """Bad input: a command line, and the files in its directory."""
 
     name: str
@@ -38,7 +38,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """Result of a command."""
 
     code: int | None

@@ -1,6 +1,6 @@
 """Bad keys and values on the command line."""
 
-from bad_input.case import Case
+from bad_input.case import BadInput
 from bad_input.makers import text_file
 
 BAD_VALUES = {
@@ -124,10 +124,10 @@ OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
 """Name, file below --config-dir, its content, texts that the message must contain."""
 
 
-def case(line: str, *expected: str, code: int = 2) -> Case:
+def case(line: str, *expected: str, code: int = 2) -> BadInput:
     """Return the case of a command line. stderr must contain `expected`, by default the last argument."""
     arguments = tuple(line.split(" "))
-    return Case(
+    return BadInput(
         line,
         arguments,
         expected or arguments[-1:],
@@ -145,14 +145,14 @@ CASES = [
     *(case(*row) for row in BAD_COMMANDS),
     *(case(*row, code=4) for row in UNMET_REQUIREMENTS),
     *(
-        Case(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), expected, text_file(f"mine/{file}", content))
+        BadInput(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), expected, text_file(f"mine/{file}", content))
         for what, file, content, expected in OWN_FILES
     ),
     case(f"seed={'9' * 5000}", "seed: input should be a valid integer"),
     case(f"model.path={'x' * 300}", "model.path", "too long"),
-    Case("a b=3", ("a b=3",), ("a b",)),
-    Case("a line break", ("\n",), ("KEY=VALUE",)),
-    Case("a value of 100,000 quotes", ("seed=" + "\"'" * 50_000,), ("seed:", "32,768 characters")),
-    Case("lists of lists", ("seed=" + "[" * 3000 + "]" * 3000,), ("seed:", "nested too deep")),
-    Case("a model's name with a right-to-left override", ("tracking.model_name='a\u202eb'",), ("tracking.model_name",)),
+    BadInput("a b=3", ("a b=3",), ("a b",)),
+    BadInput("a line break", ("\n",), ("KEY=VALUE",)),
+    BadInput("a value of 100,000 quotes", ("seed=" + "\"'" * 50_000,), ("seed:", "32,768 characters")),
+    BadInput("lists of lists", ("seed=" + "[" * 3000 + "]" * 3000,), ("seed:", "nested too deep")),
+    BadInput("a model's name with a right-to-left override", ("tracking.model_name='a\u202eb'",), ("tracking.model_name",)),
 ]

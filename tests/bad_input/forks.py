@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from helpers.commands.cached_hydra import compose_once
 
-from bad_input.case import Case, Outcome, prepare_nothing
+from bad_input.case import BadInput, CommandResult, prepare_nothing
 from pipeline.__main__ import main
 from pipeline.config.compose import plan
 
@@ -65,7 +65,7 @@ def failing_runner() -> ModuleType:
     return runner
 
 
-def run_child(case: Case, directory: Path, scratch: Path, *, limited: bool) -> NoReturn:
+def run_child(case: BadInput, directory: Path, scratch: Path, *, limited: bool) -> NoReturn:
     """Run a case's command line in the child process; write its output and the names of imported slow modules to `scratch`."""
     code: object = 1
     try:
@@ -99,7 +99,7 @@ def run_child(case: Case, directory: Path, scratch: Path, *, limited: bool) -> N
         os._exit(code if isinstance(code, int) else 1)
 
 
-def run_in_fork(case: Case, directory: Path, seconds: float = 60, *, limited: bool = True) -> Outcome:
+def run_in_fork(case: BadInput, directory: Path, seconds: float = 60, *, limited: bool = True) -> CommandResult:
     """Run a case's command in a directory, in a fork of this process. A hanging command is stopped after `seconds`."""
     with tempfile.TemporaryDirectory() as scratch:
         pid = os.fork()
@@ -113,7 +113,9 @@ def run_in_fork(case: Case, directory: Path, seconds: float = 60, *, limited: bo
         os.close(handle)
         texts = [Path(scratch, name) for name in ("stdout", "stderr", "modules")]
         stdout, stderr, modules = (path.read_text(errors="replace") if path.exists() else "" for path in texts)
-        return Outcome(os.waitstatus_to_exitcode(status) if ended else None, stdout, stderr, tuple(json.loads(modules or "[]")))
+        return CommandResult(
+            os.waitstatus_to_exitcode(status) if ended else None, stdout, stderr, tuple(json.loads(modules or "[]"))
+        )
 
 
 def load_light() -> None:
@@ -134,7 +136,7 @@ class Commands:
     light: Executor
     """A process that called `load_light`."""
 
-    def run(self, case: Case, directory: Path) -> Outcome:
+    def run(self, case: BadInput, directory: Path) -> CommandResult:
         """Run a case's command in a directory."""
         if case.loads_model:  # the test process has already imported the slow libraries that the case needs
             import_module("transformers.modeling_gguf_pytorch_utils")

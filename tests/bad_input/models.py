@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bad_input.case import Case
+from bad_input.case import BadInput
 from bad_input.makers import (
     CONFIG,
     Prepare,
@@ -26,8 +26,8 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"a": {"for
 Tensors = dict[str, tuple[int, ...]]
 
 
-def case(name: str, prepare: Prepare, *expected: str, **more: Any) -> Case:
-    return Case(f"model: {name}", MODEL, ("model.path=", *(part.strip("'") for part in expected)), prepare, **more)
+def case(name: str, prepare: Prepare, *expected: str, **more: Any) -> BadInput:
+    return BadInput(f"model: {name}", MODEL, ("model.path=", *(part.strip("'") for part in expected)), prepare, **more)
 
 
 CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (

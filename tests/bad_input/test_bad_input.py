@@ -10,7 +10,7 @@ import pytest
 from helpers.stride import STRIDE
 
 from bad_input import configuration, models, work
-from bad_input.case import Case, contents
+from bad_input.case import BadInput, contents
 from bad_input.forks import Commands
 
 CASES = [*configuration.CASES, *models.CASES, *work.CASES]
@@ -24,7 +24,7 @@ FIXES = re.compile(
 
 @pytest.mark.every
 @pytest.mark.parametrize("case", CASES[:: 1 if STRIDE == 1 else 8], ids=lambda case: case.name)
-def test_bad_input_is_refused_in_one_line_and_writes_nothing(case: Case, commands: Commands, tmp_path: Path) -> None:
+def test_bad_input_is_refused_in_one_line_and_writes_nothing(case: BadInput, commands: Commands, tmp_path: Path) -> None:
     case.prepare(tmp_path)
     before = contents(tmp_path)
     outcome = commands.run(case, tmp_path)

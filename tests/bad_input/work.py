@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from bad_input.case import Case
+from bad_input.case import BadInput
 from bad_input.makers import Prepare, checkpoint, sparse_file, text_file, with_config, with_file, with_path
 
 
@@ -112,48 +112,49 @@ def long_prompt(directory: Path) -> None:
 
 
 CASES = [
-    *(Case(f"workdir: {name}", ("stage=build", f"workdir={path}"), ("workdir", *expected), prepare, code, unprivileged=True)
+    *(BadInput(f"workdir: {name}", ("stage=build", f"workdir={path}"), ("workdir", *expected), prepare, code, unprivileged=True)
       for name, path, prepare, code, expected in WORKDIRS),
-    *(Case(f"summary.json: {name}", ("stage=build",), ("summary.json",), text_file("work/summary.json", content))
+    *(BadInput(f"summary.json: {name}", ("stage=build",), ("summary.json",), text_file("work/summary.json", content))
       for name, content in SUMMARIES),
-    Case("own samples without their file", ("workloads=jsonl",), ("workloads.jsonl: this choice needs a value",)),
-    *(Case(f"workloads.jsonl: {name}", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("s.jsonl", *expected),
-           text_file("s.jsonl", content)) for name, content, expected in SAMPLES),
-    *(Case(f"calibration.jsonl: {name}", ("calibration.jsonl=c.jsonl",), ("calibration.jsonl=c.jsonl", *expected),
-           text_file("c.jsonl", content)) for name, content, expected in TEXTS),
-    *(Case(f"monitor.snapshot: {name}", ("stage=monitor", "monitor.snapshot=s.json"), ("monitor.snapshot=s.json", *expected),
-           text_file("s.json", content)) for name, content, expected in SNAPSHOTS),
-    Case("a route's name that ends with -previous", ("stage=route", "routing.routes={chat-previous: a}"),
-         ("routing.routes.chat-previous: must not end with -previous",)),
-    *(Case(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *expected),
-           text_file("m.gguf", content)) for name, content, expected in GGUFS),
-    *(Case(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
-    *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), with_path("x", make))
+    BadInput("own samples without their file", ("workloads=jsonl",), ("workloads.jsonl: this choice needs a value",)),
+    *(BadInput(f"workloads.jsonl: {name}", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("s.jsonl", *expected),
+               text_file("s.jsonl", content)) for name, content, expected in SAMPLES),
+    *(BadInput(f"calibration.jsonl: {name}", ("calibration.jsonl=c.jsonl",), ("calibration.jsonl=c.jsonl", *expected),
+               text_file("c.jsonl", content)) for name, content, expected in TEXTS),
+    *(BadInput(f"monitor.snapshot: {name}", ("stage=monitor", "monitor.snapshot=s.json"),
+               ("monitor.snapshot=s.json", *expected), text_file("s.json", content)) for name, content, expected in SNAPSHOTS),
+    BadInput("a route's name that ends with -previous", ("stage=route", "routing.routes={chat-previous: a}"),
+             ("routing.routes.chat-previous: must not end with -previous",)),
+    *(BadInput(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *expected),
+               text_file("m.gguf", content)) for name, content, expected in GGUFS),
+    *(BadInput(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
+    *(BadInput(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), with_path("x", make))
       for key, more in (("workloads.jsonl", ()), ("monitor.snapshot", ("stage=monitor",)))
       for what, make in (("a pipe", os.mkfifo), ("a directory", Path.mkdir), ("100 GB", sparse_file(100 << 30)))),
-    Case("stage=rollback without a champion", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
-    Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
-         runs_stage=True),
-    Case("a directory that may not be searched", ("stage=build", "model.path=model"), ("config.json", "Permission denied"),
-         with_path("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
-    Case("weights that may not be read", ("stage=build", "model.path=model"),
-         ("model.safetensors cannot be read (Permission denied)",),
-         lambda path: (checkpoint(path / "model") / "model.safetensors").chmod(0), unprivileged=True),
-    Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not write to it"),
-         with_path("work/artifacts/.lock", lambda path: path.touch(0)), runs_stage=True, unprivileged=True),
-    Case("a missing draft checkpoint", ("workloads.speculation={draft:/nowhere}",),
-         ("workloads.speculation.draft=/nowhere: no such directory",), loads_model=True),
-    Case("a draft checkpoint without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
-         ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
-         loads_model=True),
-    Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
-         ("sample s-0001", "its answer and workloads.extra_new_tokens=16", "2,048", "too many"), long_prompt,
-         loads_model=True),
-    Case("more tokens than the model supports", ("backend=vllm", "model.path=model"),
-         ("backend.max_model_len=", "the model was made for 2,048 tokens", "lower it"), with_config()),
-    Case("an engine without evidence", ("stage=verify", "bundle=engine"),
-         ("bundle=engine: its evidence (identity.json) is neither here", "mlflow artifacts download"),
-         text_file("engine/bundle.json", "{}"), code=4, runs_stage=True),
-    Case("a full disk", ("stage=capacity", "workdir=work"), ("work",), text_file("x", ""), code=4, file_bytes=4000,
-         runs_stage=True),
+    BadInput("stage=rollback without a champion", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
+    BadInput("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
+             runs_stage=True),
+    BadInput("a directory that may not be searched", ("stage=build", "model.path=model"), ("config.json", "Permission denied"),
+             with_path("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
+    BadInput("weights that may not be read", ("stage=build", "model.path=model"),
+             ("model.safetensors cannot be read (Permission denied)",),
+             lambda path: (checkpoint(path / "model") / "model.safetensors").chmod(0), unprivileged=True),
+    BadInput("a lock that may not be read", ("stage=prune", "prune.apply=true"),
+             ("work/artifacts/.lock", "may not write to it"), with_path("work/artifacts/.lock", lambda path: path.touch(0)),
+             runs_stage=True, unprivileged=True),
+    BadInput("a missing draft checkpoint", ("workloads.speculation={draft:/nowhere}",),
+             ("workloads.speculation.draft=/nowhere: no such directory",), loads_model=True),
+    BadInput("a draft checkpoint without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
+             ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
+             loads_model=True),
+    BadInput("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
+             ("sample s-0001", "its answer and workloads.extra_new_tokens=16", "2,048", "too many"), long_prompt,
+             loads_model=True),
+    BadInput("more tokens than the model supports", ("backend=vllm", "model.path=model"),
+             ("backend.max_model_len=", "the model was made for 2,048 tokens", "lower it"), with_config()),
+    BadInput("an engine without evidence", ("stage=verify", "bundle=engine"),
+             ("bundle=engine: its evidence (identity.json) is neither here", "mlflow artifacts download"),
+             text_file("engine/bundle.json", "{}"), code=4, runs_stage=True),
+    BadInput("a full disk", ("stage=capacity", "workdir=work"), ("work",), text_file("x", ""), code=4, file_bytes=4000,
+             runs_stage=True),
 ]  # fmt: skip

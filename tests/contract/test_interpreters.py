@@ -35,7 +35,7 @@ def trtllm_bundle(target: str, checkpoint: Path, out: Path, kv: str, python: str
 
 
 @dataclass(frozen=True)
-class Library:
+class ExternalLibrary:
     program: Program
     build: Callable[[Path, Path, str, str], Path]
     release: str
@@ -49,15 +49,15 @@ class Library:
 
 
 LIBRARIES = {
-    "trtllm engine": Library(
+    "trtllm engine": ExternalLibrary(
         TRTLLM, partial(trtllm_bundle, "engine"), "1.2.1", "max_seq_len",
         ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1", "https://pypi.nvidia.com", "Python 3.10 or 3.12", "==1.2.1"),
         "libth_common.so",
     ),
-    "trtllm pytorch": Library(
+    "trtllm pytorch": ExternalLibrary(
         TRTLLM, partial(trtllm_bundle, "pytorch"), "1.3.0rc20", "max_seq_len", (), "libth_common.so"
     ),
-    "sglang": Library(
+    "sglang": ExternalLibrary(
         SGLANG, partial(make_bundle, "sglang"), "0.5.23", "context_length", ("pip install sglang==0.5.23",), "libcudart",
         kv="fp8_uncalibrated",
     ),
@@ -65,17 +65,17 @@ LIBRARIES = {
 
 
 @pytest.fixture(scope="module", params=LIBRARIES)
-def library(request: pytest.FixtureRequest) -> Library:
+def library(request: pytest.FixtureRequest) -> ExternalLibrary:
     return LIBRARIES[request.param]
 
 
 @pytest.fixture(scope="module")
-def python(library: Library, tmp_path_factory: pytest.TempPathFactory) -> str:
+def python(library: ExternalLibrary, tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_interpreter(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release)
 
 
 @pytest.fixture(scope="module")
-def bundle(library: Library, python: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(library: ExternalLibrary, python: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library.build(tiny_checkpoint, tmp_path_factory.mktemp("built") / "bundle", library.kv, python)
 
 
@@ -121,7 +121,7 @@ def test_times_come_from_the_library(engine: RequestEngine[Any, Any]) -> None:
     assert system.kib_per_token_allocated == system.kib_per_token
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_any_work(library: Library, bundle: Path, python: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_any_work(library: ExternalLibrary, bundle: Path, python: str) -> None:
     engine = open_engine(bundle, python)
     handles = engine.begin([[1] * 20, [1] * 512])
     with pytest.raises(UserError, match="does not fit"):
@@ -132,7 +132,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_work(library: Library, 
     assert engine._worker is None
 
 
-def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_another_release_is_refused_with_both(library: ExternalLibrary, bundle: Path, tmp_path: Path) -> None:
     newer = make_interpreter(tmp_path / "bin", release="99.1.0")
     built = library.release.replace(".", r"\.")
     with pytest.raises(MissingRequirement, match=rf"{library.program.library} {built}.* 99\.1\.0"):
@@ -146,7 +146,7 @@ def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bund
     )
 
 
-def test_a_missing_requirement_names_its_fix_in_one_line(library: Library, tmp_path: Path) -> None:
+def test_a_missing_requirement_names_its_fix_in_one_line(library: ExternalLibrary, tmp_path: Path) -> None:
     broken = make_interpreter(tmp_path / "bin", mode="broken install")
     name = library.program.library
     for python, message in (

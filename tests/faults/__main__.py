@@ -38,7 +38,7 @@ WITHOUT_SAMPLES = {"stress_test", "allocation", "must_fail_control", "free_answe
 
 
 @dataclass(frozen=True)
-class Job:
+class FaultJob:
     """An engine to judge, with or without a fault."""
 
     name: str
@@ -72,10 +72,10 @@ def main() -> None:
     page.PAGE.write_text(text, encoding="utf-8")
 
 
-def jobs() -> list[Job]:
+def jobs() -> list[FaultJob]:
     """Return all jobs: every fault, and sound engines with five seeds."""
-    sound = [Job(sound_name(policy, seed), None, policy, seed=seed) for policy in SOUND_ENGINES for seed in range(5)]
-    return [*(Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS), *sound]
+    sound = [FaultJob(sound_name(policy, seed), None, policy, seed=seed) for policy in SOUND_ENGINES for seed in range(5)]
+    return [*(FaultJob(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS), *sound]
 
 
 def judge(options: argparse.Namespace) -> None:
@@ -108,7 +108,7 @@ def _commit() -> str:
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
-def _outcome(runner: FaultRunner, job: Job, key: str) -> Outcome:
+def _outcome(runner: FaultRunner, job: FaultJob, key: str) -> Outcome:
     started, default, verdict = time.process_time(), "", "ERROR"
     stress_test: Literal["small", "default"] = "small"
     try:

@@ -28,12 +28,12 @@ def unquantized(compute: Any, engine: Any, *given: Any, **options: Any) -> Any:
 @contextmanager
 def exact_storages(engine: Any) -> Any:
     kept = engine.storages
-    engine.storages = [{side: Exact(s.form, s.static) for side, s in layer.items()} for layer in kept]
+    engine.storages = [{side: UnquantizedStorage(s.form, s.static) for side, s in layer.items()} for layer in kept]
     yield
     engine.storages = kept
 
 
-class Exact(Storage):
+class UnquantizedStorage(Storage):
     """A storage that does not quantize."""
 
     def write(self, x: Tensor) -> Stored:

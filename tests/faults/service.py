@@ -28,7 +28,7 @@ class ServiceRun:
     error: str = ""
 
 
-class Client:
+class ServiceClient:
     """Client that sends random tokens from a fixed seed and records the results."""
 
     def __init__(self, engine: Any, run: ServiceRun) -> None:
@@ -71,7 +71,7 @@ class Client:
 def serve(engine: Engine, *, long: bool) -> ServiceRun:
     """Run a short service, or a `long` one that also covers rare situations."""
     run = ServiceRun()
-    client = Client(engine, run)
+    client = ServiceClient(engine, run)
     forks = isinstance(engine, SupportsFork)
     rest = [*([_conversation, _many_forks, _large_step] if forks else []), _answers, _alone, _many, *[_crowd] * 7, _borders]
     try:
@@ -82,7 +82,7 @@ def serve(engine: Engine, *, long: bool) -> ServiceRun:
     return run
 
 
-def _large_batch(client: Client) -> None:
+def _large_batch(client: ServiceClient) -> None:
     """Decode 20 requests, short and long, that finish in turn."""
     handles = client.start(client.prompts(*(205 if row % 3 == 0 else 5 + row for row in range(20))))
     while handles:
@@ -90,7 +90,7 @@ def _large_batch(client: Client) -> None:
         client.engine.release([handles.pop(len(handles) // 2)])
 
 
-def _turns(client: Client) -> None:
+def _turns(client: ServiceClient) -> None:
     """Serve conversations: chunks after decoded tokens, at and across page borders, and forks that diverge and continue."""
     for prompt, decoded, turns in ((50, 14, (30, 64)), (100, 20, (1, 9)), (800, 5, (120, 40))):
         (origin,) = client.start(client.prompts(prompt))
@@ -108,7 +108,7 @@ def _turns(client: Client) -> None:
         client.engine.release([*others, fork, second])
 
 
-def _prefixes(client: Client) -> None:
+def _prefixes(client: ServiceClient) -> None:
     """Serve prompts with common beginnings, prompts that differ first and then contain equal pages, and equal prompts."""
     system, page = client.prompts(128, 128)
     prompts = [[*system, *page, *client.tokens(20)] for _ in range(2)] + [[*client.tokens(128), *page, *client.tokens(9)]]
@@ -119,7 +119,7 @@ def _prefixes(client: Client) -> None:
     client.serve(client.prompts(100) * 2, 30)
 
 
-def _crowd(client: Client) -> None:
+def _crowd(client: ServiceClient) -> None:
     """Serve crowded requests of all lengths that arrive and finish at different times, then answer more than fit at once."""
     waiting = client.prompts(*LENGTHS * 2)
     waiting[9] = waiting[8]
@@ -136,18 +136,18 @@ def _crowd(client: Client) -> None:
     client.generate(client.prompts(5, 66, 350, 12, 30, 700), [40, 12, 6, 20, 3, 10], (), max_sequences=3)
 
 
-def _alone(client: Client) -> None:
+def _alone(client: ServiceClient) -> None:
     """Serve a long prompt, a long answer, and many short requests in succession."""
     for prompt, steps in ((1190, 6), (20, 345), *[(9, 43)] * 50):
         client.serve(client.prompts(prompt), steps)
 
 
-def _many(client: Client) -> None:
+def _many(client: ServiceClient) -> None:
     """Serve 270 short requests together."""
     client.serve(client.prompts(*(4 + row % 10 for row in range(270))), 3)
 
 
-def _conversation(client: Client) -> None:
+def _conversation(client: ServiceClient) -> None:
     """Serve a conversation with further turns, some longer than a page, two of them without an answer between, and a fork."""
     (origin,) = client.start(client.prompts(1000))
     for turn in (150, 100, 5, 40, 64, 90):
@@ -161,7 +161,7 @@ def _conversation(client: Client) -> None:
     client.engine.release([origin, fork])
 
 
-def _many_forks(client: Client) -> None:
+def _many_forks(client: ServiceClient) -> None:
     """Decode twenty forks of one prefix, including forks of forks. Most finish and new requests arrive."""
     (origin,) = client.start(client.prompts(190))
     rows = [client.fork(origin) for _ in range(16)]
@@ -174,7 +174,7 @@ def _many_forks(client: Client) -> None:
     client.engine.release(rows)
 
 
-def _large_step(client: Client) -> None:
+def _large_step(client: ServiceClient) -> None:
     """Prefill prompts of whole tiles and chunks, then decode across their borders with over 10,240 tokens in a step."""
     rows = client.start(client.prompts(256, 512, 510, 640, 1022, 700, 900))
     rows += [client.fork(rows[-1]) for _ in range(9)]
@@ -182,7 +182,7 @@ def _large_step(client: Client) -> None:
     client.engine.release(rows)
 
 
-def _answers(client: Client) -> None:
+def _answers(client: ServiceClient) -> None:
     """Generate a long answer, many queued answers, equal first pages, and answers that stop."""
     client.generate(client.prompts(40), 200, ())
     client.generate(client.prompts(*(3 + row % 10 for row in range(150))), 3, (), max_sequences=16)
@@ -194,7 +194,7 @@ def _answers(client: Client) -> None:
         client.generate([begin], 12, (stop,))
 
 
-def _borders(client: Client) -> None:
+def _borders(client: ServiceClient) -> None:
     """Serve prompts that part near the end of a page or chunk, and rows that change places."""
     begin = client.tokens(200)
     changed = [[*begin[:place], *client.tokens(1), *begin[place + 1 :]] for place in (50, 62, 127)]

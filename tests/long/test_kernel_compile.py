@@ -26,7 +26,7 @@ APPENDED = ("key_new", "value_new", "page_table", "lengths", "exact_slots", "pag
 
 
 @dataclass(frozen=True)
-class Case:
+class CompileCase:
     """A decode kernel. Formats are written as `dtype granularity group_size`."""
 
     key: str
@@ -53,29 +53,29 @@ def side(text: str) -> SideLayout:
     return SideLayout(dtype, granularity, int(size) if size else None)  # type: ignore[arg-type]
 
 
-HEADLINE = Case("fp8_e4m3 per_tensor", "int4 per_group 64", 128, 8, "bfloat16", 90)
-FP8 = Case("fp8_e4m3 per_tensor", "fp8_e4m3 per_tensor", 128, 8, "bfloat16", 90)
-NVFP4 = Case("fp8_e4m3 per_tensor", "nvfp4 per_group 16", 128, 8, "bfloat16", 90)
+HEADLINE = CompileCase("fp8_e4m3 per_tensor", "int4 per_group 64", 128, 8, "bfloat16", 90)
+FP8 = CompileCase("fp8_e4m3 per_tensor", "fp8_e4m3 per_tensor", 128, 8, "bfloat16", 90)
+NVFP4 = CompileCase("fp8_e4m3 per_tensor", "nvfp4 per_group 16", 128, 8, "bfloat16", 90)
 COPIED_ASYNC = (HEADLINE, FP8, NVFP4)
 """Cases whose codes are copied asynchronously."""
 CASES = (
     *COPIED_ASYNC,
     replace(HEADLINE, sm=100),
-    Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
-    Case("int8 per_head", "int4 per_token", 64, 5, "bfloat16", 80),
-    Case("fp8_e4m3 per_token", "int8 per_tensor", 256, 8, "bfloat16", 89, (0, 32)),
-    Case("bf16", "bf16", 128, 8, "bfloat16", 90),
-    Case("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)),
-    Case("int8 per_token", "fp8_e4m3 per_head", 64, 16, "float32", 100),
+    CompileCase("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
+    CompileCase("int8 per_head", "int4 per_token", 64, 5, "bfloat16", 80),
+    CompileCase("fp8_e4m3 per_token", "int8 per_tensor", 256, 8, "bfloat16", 89, (0, 32)),
+    CompileCase("bf16", "bf16", 128, 8, "bfloat16", 90),
+    CompileCase("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)),
+    CompileCase("int8 per_token", "fp8_e4m3 per_head", 64, 16, "float32", 100),
     # groups smaller than the number of channels that a thread loads
-    Case("fp16", "int4 per_group 32", 256, 1, "float16", 80),
-    Case("fp8_e4m3 per_head", "nvfp4 per_group 16", 256, 16, "float32", 80, (4, 60)),
+    CompileCase("fp16", "int4 per_group 32", 256, 1, "float16", 80),
+    CompileCase("fp8_e4m3 per_head", "nvfp4 per_group 16", 256, 16, "float32", 80, (4, 60)),
 )
 CHUNKS = (
     (HEADLINE, 8192),
-    (Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float32", 90, (4, 60)), 8192),
-    (Case("int8 per_token", "int8 per_token", 64, 4, "float16", 80), 4096),
-    (Case("fp8_e4m3 per_head", "fp8_e4m3 per_tensor", 256, 1, "float16", 89, (0, 32)), 16),
+    (CompileCase("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float32", 90, (4, 60)), 8192),
+    (CompileCase("int8 per_token", "int8 per_token", 64, 4, "float16", 80), 4096),
+    (CompileCase("fp8_e4m3 per_head", "fp8_e4m3 per_tensor", 256, 1, "float16", 89, (0, 32)), 16),
 )
 """Kernels for several new tokens, and the typical number of query rows of a sequence."""
 
@@ -193,7 +193,7 @@ def test_a_kernel_has_only_its_own_parameters_and_fits(name: str, compiled: dict
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decode_loads_all_codes_by_wide_loads_and_its_programs_fit(case: Case, compiled: dict[str, Any]) -> None:
+def test_decode_loads_all_codes_by_wide_loads_and_its_programs_fit(case: CompileCase, compiled: dict[str, Any]) -> None:
     kernel, variant = compiled[str(case)], decode_variant(case.setting())
     codes = sum(stored.code_bytes(case.head_dim) for stored in (case.layout.key, case.layout.value))
     assert kernel["copied_bytes" if case in COPIED_ASYNC else "streamed_bytes"] >= variant.constants["T"] * codes

@@ -73,7 +73,7 @@ class Kind(type):
         return False
 
 
-class StandIn(metaclass=Kind):
+class TrtllmStandIn(metaclass=Kind):
     """An object with any attribute that can be called, entered, and used as a decorator."""
 
     def __init__(self, *_: object, **arguments: object) -> None:
@@ -102,10 +102,10 @@ class StandIn(metaclass=Kind):
 
 
 def stand_in(name: str) -> Any:
-    return Kind(name, (StandIn,), {"__members__": {}})
+    return Kind(name, (TrtllmStandIn,), {"__members__": {}})
 
 
-class Module(types.ModuleType):
+class TrtllmModule(types.ModuleType):
     """A module that has any attribute."""
 
     __version__ = "10.14.1"
@@ -121,7 +121,7 @@ class Module(types.ModuleType):
         return self.__dict__[name]
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class TrtllmFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds stand-ins for missing packages that a module of the source tree imports. It is the last finder."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
@@ -129,12 +129,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         while "importlib" in frame.f_code.co_filename and frame.f_back is not None:
             frame = frame.f_back
         parent = sys.modules.get(name.rpartition(".")[0])
-        if isinstance(parent, Module) or frame.f_code.co_filename.startswith(SOURCE):
+        if isinstance(parent, TrtllmModule) or frame.f_code.co_filename.startswith(SOURCE):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec: Any) -> Any:
-        return Module(spec.name)
+        return TrtllmModule(spec.name)
 
     def exec_module(self, module: Any) -> None:
         pass
@@ -155,7 +155,7 @@ class Bare(types.ModuleType):
 
 
 def install() -> None:
-    sys.meta_path.append(Finder())
+    sys.meta_path.append(TrtllmFinder())
     sys.path.append(SOURCE)
     for name in BARE:
         module = Bare(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input.case import Case
+from bad_input.case import BadInput
 from bad_input.forks import run_in_fork
 
 from helpers.stride import STRIDE
@@ -53,7 +53,7 @@ def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] 
     """
     for module in HEAVY:
         import_module(module)
-    case = Case("", tuple(arguments), (), runs_stage=True, environment=environment or {})
+    case = BadInput("", tuple(arguments), (), runs_stage=True, environment=environment or {})
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
             patch.setattr(f"{module}.run_in_child", _in_this_process)

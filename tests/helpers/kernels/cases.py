@@ -42,7 +42,7 @@ def poison(spec: Spec, *leading: int) -> Tensor:
 
 
 @dataclass
-class Case:
+class KernelCase:
     """One layer's cache of B sequences, and the new tokens of a decode step or of chunks of prompts."""
 
     layout: CacheLayout
@@ -115,10 +115,10 @@ class Case:
         return reference.attend(self.layout, cache=self.cache, scaling=scaling, **self.step)
 
 
-def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **fields: Any) -> Case:
-    """Return a case. `fields`: `sink` and `recent` tokens, and fields of Case."""
+def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **fields: Any) -> KernelCase:
+    """Return a case. `fields`: `sink` and `recent` tokens, and fields of KernelCase."""
     layout = CacheLayout(heads, dim, side(key), side(value), fields.pop("sink", 0), fields.pop("recent", 0))
-    return Case(layout, lengths, **fields)
+    return KernelCase(layout, lengths, **fields)
 
 
 def on_device(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:

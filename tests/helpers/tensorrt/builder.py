@@ -24,7 +24,7 @@ Triple = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PluginInput:
     """An input: the name of its trt.DataType, and its dimensions, fixed or as triples."""
 
     dtype: str
@@ -32,7 +32,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PluginPart:
     """One plugin's part of an engine."""
 
     outputs: list[tuple[str, tuple[Triple, ...]]]
@@ -72,7 +72,7 @@ def prepare() -> None:
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str, int | float]) -> Plan:
+def build(plugin_id: str, tensors: Mapping[str, PluginInput], attributes: Mapping[str, int | float]) -> PluginPart:
     """Build one plugin for the given ordered inputs, as the ONNX parser adds it to a network."""
     import tensorrt as trt
 
@@ -103,7 +103,7 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
     assert sorted(extras) == list(range(extras.nbSymExprs))
     assert all(extra.dtype == trt.PluginArgDataType.INT32 for extra in extras.values())
     size = {name: symbolic.expr.values for name, symbolic in vars(launch).items()}
-    return Plan(
+    return PluginPart(
         outputs=[(kind.name, dims) for kind, dims in zip(output_types, outputs, strict=True)],
         types=[desc.type.name for desc in supported],
         symbol=symbol,
@@ -154,7 +154,7 @@ class _Extras(dict[int, Any]):
     nbSymExprs = -1
 
 
-def _triples(tensor: Tensor) -> tuple[Triple, ...]:
+def _triples(tensor: PluginInput) -> tuple[Triple, ...]:
     return tuple(dim if isinstance(dim, tuple) else (dim,) * 3 for dim in tensor.dims)
 
 

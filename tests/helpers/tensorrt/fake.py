@@ -75,7 +75,7 @@ def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
     return {widening[name].output[0] if name in widening else name: value for name, value in initializers.items()}
 
 
-class FakeEngine:
+class FakeCudaEngine:
     """A fake ICudaEngine of one graph of a bundle."""
 
     device_memory_size_v2 = 1 << 12
@@ -117,7 +117,7 @@ class FakeEngine:
 class FakeContext:
     """A fake IExecutionContext."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeCudaEngine) -> None:
         self.engine = engine
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}

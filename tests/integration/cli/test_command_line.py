@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bad_input.case import Case, Outcome
+from bad_input.case import BadInput, CommandResult
 from bad_input.forks import Commands
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
@@ -22,24 +22,26 @@ from stages.core.errors import GateRefusal
 
 
 @pytest.fixture
-def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], Outcome]:
+def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], CommandResult]:
     """A function that runs a command line in a fork, in the test's directory."""
-    return lambda arguments: commands.run(Case("", tuple(arguments), (), runs_stage=True), tmp_path)
+    return lambda arguments: commands.run(BadInput("", tuple(arguments), (), runs_stage=True), tmp_path)
 
 
-def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
+def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], CommandResult], tmp_path: Path) -> None:
     result = run(["stage=status", "workdir=here"])
     assert (result.code, result.stderr, result.heavy) == (0, "", ()), "without a store it does not wait for MLflow"
     assert result.stdout == "here: nothing was built or judged here yet\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_named_conf_in_the_current_directory_is_ignored(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
+def test_a_folder_named_conf_in_the_current_directory_is_ignored(
+    run: Callable[[list[str]], CommandResult], tmp_path: Path
+) -> None:
     (tmp_path / "conf").mkdir()
     assert "dtype: int8" in run(["--cfg", "job", "kv=int8"]).stdout
 
 
-def test_a_policy_may_be_the_users_own_or_named_by_a_pattern(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
+def test_a_policy_may_be_the_users_own_or_named_by_a_pattern(run: Callable[[list[str]], CommandResult], tmp_path: Path) -> None:
     (tmp_path / "own" / "kv").mkdir(parents=True)
     text = (CONF / "int8.yaml").read_text().replace("name: int8", "name: mine")
     (tmp_path / "own" / "kv" / "mine.yaml").write_text(text)

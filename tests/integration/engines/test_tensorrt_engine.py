@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines.random_llama import BY_NAME, make_bundle
-from helpers.tensorrt.fake import LIBRARY, FakeDevice, FakeEngine, make_plans
+from helpers.tensorrt.fake import LIBRARY, FakeCudaEngine, FakeDevice, make_plans
 
 from stages.core.errors import UserError
 from stages.engines.base import Mode
@@ -36,9 +36,9 @@ class Pair:
         # A plan has the graph's operators. With another order of sums, codes of new tokens would round to their neighbours.
         return load_onnx(self.onnx_bundle, threads=1, attention="graph")
 
-    def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeEngine]]:
+    def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeCudaEngine]]:
         device = FakeDevice()
-        engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode, self.policy) for mode in PLANS}
+        engines = {mode: FakeCudaEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode, self.policy) for mode in PLANS}
         arguments = self.plans, self.record, self.policy, self.scales, engines, LIBRARY, device
         return PlanEngine(*arguments, cuda_graphs=cuda_graphs), device, engines
 

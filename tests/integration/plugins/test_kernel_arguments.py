@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.kernels.cases import DEVICE, Case, differs, on_device, side
+from helpers.kernels.cases import DEVICE, KernelCase, differs, on_device, side
 from torch import Tensor
 
 from plugins.kv_attention import aot, launch
@@ -69,7 +69,7 @@ def launch_value(value: Any) -> Any:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_with_plugin_arguments_equals_torch_launches(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
-    case = Case(layout, LENGTHS)
+    case = KernelCase(layout, LENGTHS)
     cache, tables = on_device(case.cache), on_device(case.step)
     query, key_new, value_new = (tables.pop(name) for name in ("query", "key_new", "value_new"))
     page_table, lengths = tables["page_table"], tables["lengths"]

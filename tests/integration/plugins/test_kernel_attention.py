@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers.kernels.cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of
+from helpers.kernels.cases import DEVICE, DTYPES, KEYS, VALUES, KernelCase, case_of
 from helpers.stride import STRIDE
 from torch import Tensor
 
@@ -26,7 +26,7 @@ DECODED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
 CHUNKED = [([64, 1], [3, 2]), ([0, 70], [5, 1]), ([65, 63], [0, 4]), ([130], [7])]
 
 
-def compare(case: Case, out: Tensor, scaling: float, tolerance: float = TOLERANCE) -> None:
+def compare(case: KernelCase, out: Tensor, scaling: float, tolerance: float = TOLERANCE) -> None:
     """Compare an output (X, Hq, D) with the reference's."""
     expected = case.expected(scaling)
     errors = (out.float().cpu() - expected.to(out.dtype).float()).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
@@ -34,7 +34,7 @@ def compare(case: Case, out: Tensor, scaling: float, tolerance: float = TOLERANC
     assert errors.max() < tolerance, errors
 
 
-def check_partials(case: Case, partial_acc: Tensor, partial_ml: Tensor, valid: Tensor) -> None:
+def check_partials(case: KernelCase, partial_acc: Tensor, partial_ml: Tensor, valid: Tensor) -> None:
     """Check that means are written where `valid` is true, and only there."""
     assert partial_acc.dtype == (torch.float32 if case.dtype == torch.float32 else torch.float16)
     assert partial_ml.dtype == torch.float32
@@ -43,7 +43,7 @@ def check_partials(case: Case, partial_acc: Tensor, partial_ml: Tensor, valid: T
     assert partial_ml[..., 1][valid].isfinite().all()
 
 
-def check_decode(case: Case, programs: int, scaling: float | None = None) -> None:
+def check_decode(case: KernelCase, programs: int, scaling: float | None = None) -> None:
     """Run the kernels of a decode step, and compare their output with the reference's."""
     layout, arguments = case.layout, case.arguments
     scaling = layout.head_dim**-0.5 if scaling is None else scaling
@@ -59,7 +59,7 @@ def check_decode(case: Case, programs: int, scaling: float | None = None) -> Non
     compare(case, launch.reduce_partials(layout, *partials, plan, case.dtype), scaling)
 
 
-def check_context(case: Case, splits: int) -> None:
+def check_context(case: KernelCase, splits: int) -> None:
     """Run the kernels of several new tokens, and compare their output with the reference's."""
     layout, scaling = case.layout, case.layout.head_dim**-0.5
     partials = launch.context_partials(layout, **case.arguments, scaling=scaling, splits=splits)

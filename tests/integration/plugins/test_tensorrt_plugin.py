@@ -14,7 +14,7 @@ import onnx
 import pytest
 from helpers.policies.shipped import SHIPPED
 from helpers.tensorrt import builder
-from helpers.tensorrt.builder import Plan, Run, Tensor, Triple
+from helpers.tensorrt.builder import PluginInput, PluginPart, Run, Triple
 
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
@@ -55,7 +55,7 @@ SCALING = float(np.float32(128**-0.5))
 
 
 @dataclass(frozen=True)
-class Case:
+class PluginCase:
     """One bundle's attention."""
 
     layout: CacheLayout
@@ -86,11 +86,11 @@ class Case:
         """Size of dimension R."""
         return tuple(y + b for y, b in zip(self.rows, self.batch, strict=True))  # type: ignore[return-value]
 
-    def tensors(self, node: Node) -> dict[str, Tensor]:
+    def tensors(self, node: Node) -> dict[str, PluginInput]:
         specs = input_specs(node, self.setting)
         sizes = self.sizes | {letter: n[0] if len(set(n)) == 1 else n for letter, n in (("Y", self.rows), ("R", self.parts))}
         return {
-            name: Tensor(DATA_TYPES[dtype], tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims))
+            name: PluginInput(DATA_TYPES[dtype], tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims))
             for name, (dtype, dims) in specs.items()
         }
 
@@ -99,15 +99,15 @@ class Case:
 
 
 CASES = {
-    "fp8k_int4v": Case(
+    "fp8k_int4v": PluginCase(
         CacheLayout(8, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("int4", "per_group", 64)),
         group=8, compute="float16", programs=114, sm=90, sizes=FIXED, suffix="_kstatic_vdynamic",
     ),
-    "aged": Case(
+    "aged": PluginCase(
         CacheLayout(3, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_group", 32), 4, 60),
         group=4, compute="bfloat16", programs=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
     ),
-    "fp8k_nvfp4v": Case(
+    "fp8k_nvfp4v": PluginCase(
         CacheLayout(2, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("nvfp4", "per_group", 16)),
         group=8, compute="float16", programs=4, sm=90, sizes=VARYING, suffix="_kstatic_vblocks",
     ),
@@ -124,7 +124,7 @@ def triple(size: int | Triple) -> Triple:
     return size if isinstance(size, tuple) else (size,) * 3
 
 
-def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> None:
+def check_kernel(plan: PluginPart, node: Node, case: PluginCase, extras: list[Triple]) -> None:
     """Check the properties that all operations share."""
     assert plan.parameters == ["u64"] * len(node.inputs) + ["u32"] * len(extras) + ["u64"] * len(node.outputs)
     assert plan.extras == extras
@@ -147,7 +147,7 @@ def test_tensorrt_reads_every_operations_inputs_and_attributes(tensorrt: Run) ->
 
 
 def expected_launches(
-    case: Case,
+    case: PluginCase,
 ) -> dict[Node, tuple[list[tuple[str, tuple[Triple, ...]]], tuple[Triple, ...], list[Triple]]]:
     """Return the outputs, grid and integer arguments of every operation."""
     layout, single = case.layout, triple(1)
@@ -236,7 +236,7 @@ def test_an_input_or_attribute_that_no_kernel_knows_is_named(
     tensors, attributes = case.tensors(node), case.attributes(node)
     if tensor in tensors:
         descriptor = tensors[tensor]
-        tensors[tensor] = Tensor(dtype or descriptor.dtype, dims or descriptor.dims)
+        tensors[tensor] = PluginInput(dtype or descriptor.dtype, dims or descriptor.dims)
     else:
         attributes[tensor] = dims
     with pytest.raises(ValueError, match=f"^{node.plugin_id}: {message}"):

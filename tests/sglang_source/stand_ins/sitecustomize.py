@@ -34,7 +34,7 @@ class AnyName(type):
         return make(name)
 
 
-class StandIn(metaclass=AnyName):
+class SglangStandIn(metaclass=AnyName):
     """An object that can be created, called, inherited from, and used as a decorator."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -54,10 +54,10 @@ class StandIn(metaclass=AnyName):
 
 
 def make(name: str) -> Any:
-    return AnyName(name, (StandIn,), {})
+    return AnyName(name, (SglangStandIn,), {})
 
 
-class Module(types.ModuleType):
+class SglangModule(types.ModuleType):
     __path__: Sequence[str] = []
     __version__ = "0.0.0"
 
@@ -67,14 +67,14 @@ class Module(types.ModuleType):
         return make(name)
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class SglangFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] in COMPILED:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return Module(spec.name)
+        return SglangModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
@@ -100,7 +100,7 @@ def show_gpu(capability: tuple[int, ...]) -> None:
     torch.version.cuda = "13.0"
 
 
-sys.meta_path.insert(0, Finder())
+sys.meta_path.insert(0, SglangFinder())
 if "KVGATE_SHOWN_GPU" in os.environ:
     show_gpu(tuple(map(int, os.environ["KVGATE_SHOWN_GPU"].split("."))))
 else:

@@ -165,13 +165,13 @@ def test_a_downloaded_champion_is_loaded_from_its_engine_folder(tmp_path: Path) 
 
 
 def test_a_list_of_prompts_is_one_batch() -> None:
-    class Engine:
+    class EchoEngine:
         policy = None
 
         def generate(self, prompts: list[list[int]], *_: object) -> list[list[int]]:
             return [prompt[-1:] * len(prompts) for prompt in prompts]
 
-    engine = LoadedEngine(Engine(), CharTokenizer(), Path(), "onnxruntime", 128)  # type: ignore[arg-type]
+    engine = LoadedEngine(EchoEngine(), CharTokenizer(), Path(), "onnxruntime", 128)  # type: ignore[arg-type]
     conversation = [{"role": "user", "content": "b"}]
     assert engine.generate("a") == "a"
     assert engine.generate(conversation) == "b"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_input.case import Case, Outcome
+from bad_input.case import BadInput, CommandResult
 from bad_input.forks import Commands
 
 from stages.core.streams import RedactedStream
@@ -76,8 +76,8 @@ def test_results_go_to_stdout_and_everything_else_to_stderr() -> None:
     assert all(line["time"].endswith("Z") for line in events)
 
 
-def outcome(commands: Commands, folder: Path, *arguments: str, runs_stage: bool = False) -> Outcome:
-    return commands.run(Case("", arguments, (), runs_stage=runs_stage), folder)
+def outcome(commands: Commands, folder: Path, *arguments: str, runs_stage: bool = False) -> CommandResult:
+    return commands.run(BadInput("", arguments, (), runs_stage=runs_stage), folder)
 
 
 @pytest.mark.parametrize("arguments", [("-m", "kv=fp8,fp9", "log=json"), ("log=json", "kv.sink_tokens=-1", "seed=-1")])

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from bad_input.case import Case, contents
+from bad_input.case import BadInput, contents
 from bad_input.forks import Commands
 from bad_input.makers import CONFIG
 from safetensors.numpy import save_file
@@ -146,7 +146,7 @@ def test_the_audit_exits_3_for_a_lost_scale_and_writes_nothing(
 ) -> None:
     write(tmp_path / "model", COMPRESSED, tensors)
     before = contents(tmp_path)
-    case = Case("audit", ("stage=audit", "backend=vllm", "model.path=model"), (), runs_stage=True)
+    case = BadInput("audit", ("stage=audit", "backend=vllm", "model.path=model"), (), runs_stage=True)
     outcome = commands.run(case, tmp_path)
     assert (outcome.code, outcome.stdout.splitlines()[-1:], outcome.heavy) == (code, [message], ())
     assert ("1 findings on 4 scales" in outcome.stderr) == (code == 3)

@@ -79,7 +79,7 @@ UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enu
 
 
 @dataclass(frozen=True)
-class Case:
+class GateCase:
     """Samples, and the verdict that follows from them."""
 
     rows: Rows
@@ -96,89 +96,91 @@ class Case:
 
 OPEN = "min_recovery max_ruined_share"
 CASES = {
-    "no answer flips": Case(every_class(), reason="all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"),
-    "2 of 60 answers are lost": Case(with_lost_answers(2, pages(15))),
-    "answers are lost while every distribution stays close": Case(
+    "no answer flips": GateCase(
+        every_class(), reason="all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"),
+    "2 of 60 answers are lost": GateCase(with_lost_answers(2, pages(15))),
+    "answers are lost while every distribution stays close": GateCase(
         every_class(retrieval=25), "FAIL", "accuracy",
         "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, change -0.1953, 99.83 % bound -0.0"),
-    "15 pages of four questions": Case(pages(15)),
-    "14 pages of four questions": Case(pages(14), "INCONCLUSIVE", OPEN, "14 documents, gates.min_samples is 15"),
-    "59 questions": Case(pages(15)[:59], "INCONCLUSIVE", OPEN),
-    "questions that the baseline cannot answer": Case(
+    "15 pages of four questions": GateCase(pages(15)),
+    "14 pages of four questions": GateCase(pages(14), "INCONCLUSIVE", OPEN, "14 documents, gates.min_samples is 15"),
+    "59 questions": GateCase(pages(15)[:59], "INCONCLUSIVE", OPEN),
+    "questions that the baseline cannot answer": GateCase(
         HOPELESS, "INCONCLUSIVE", "min_recovery", "0.001, is below gates.min_baseline_prob"),
-    "no minimum of the baseline's probability": Case(HOPELESS, gates={"min_baseline_probability": 0.0}),
-    "samples of few documents": Case(spread_over_documents(every_class(), 8), "INCONCLUSIVE", f"min_recovery {OPEN_MEANS}"),
-    "lost probability": Case(with_recovery(0.9), "FAIL", "min_recovery", "all: keeps 90.0 %"),
-    "lost probability in one workload": Case(
+    "no minimum of the baseline's probability": GateCase(HOPELESS, gates={"min_baseline_probability": 0.0}),
+    "samples of few documents": GateCase(spread_over_documents(every_class(), 8), "INCONCLUSIVE", f"min_recovery {OPEN_MEANS}"),
+    "lost probability": GateCase(with_recovery(0.9), "FAIL", "min_recovery", "all: keeps 90.0 %"),
+    "lost probability in one workload": GateCase(
         copies(baseline_probability=0.05, candidate_probability=0.035), "FAIL", "min_recovery", "copy: keeps 70.0 %"),
-    "a workload at its limit": Case(
+    "a workload at its limit": GateCase(
         copies(baseline_probability=0.05, candidate_probability=0.04), "INCONCLUSIVE", "min_recovery", "copy: keeps 80"),
-    "one page of 15 that loses everything": Case(
+    "one page of 15 that loses everything": GateCase(
         [*pages(15)[:-4], *(r.model_copy(update={"candidate_probability": 0.0}) for r in pages(15)[-4:])],
         "INCONCLUSIVE", "min_recovery"),
-    "a missing probability": Case(change_every(512, candidate_probability=None), "FAIL", "min_recovery", "nan %"),
-    "a baseline with probability 0": Case(
+    "a missing probability": GateCase(change_every(512, candidate_probability=None), "FAIL", "min_recovery", "nan %"),
+    "a baseline with probability 0": GateCase(
         with_recovery(1.0, baseline=0.0), "INCONCLUSIVE", "min_recovery", "below gates.min_baseline_probability"),
-    "a context bin": Case([*every_class()[128:], *WITHIN_A_BIN], "FAIL", "accuracy", "retrieval [0, 150): 12 of 25"),
-    "a higher KL in one workload": Case(copies(mean_kl=0.15), "FAIL", "max_mean_kl", "outside max_mean_kl (at most 0.05)"),
-    "a KL near the limit": Case(with_kl(0.09, 0.001), "INCONCLUSIVE", "max_mean_kl", "not clearly within"),
-    "a low top-10 overlap": Case(copies(top10_overlap=0.5), "FAIL", "min_top10_overlap", "(at least 0.8)"),
-    "every tenth request is ruined": Case(change_every(10, mean_kl=0.3), "FAIL", "max_ruined_share"),
-    "10 ruined requests": Case(
+    "a context bin": GateCase([*every_class()[128:], *WITHIN_A_BIN], "FAIL", "accuracy", "retrieval [0, 150): 12 of 25"),
+    "a higher KL in one workload": GateCase(copies(mean_kl=0.15), "FAIL", "max_mean_kl", "outside max_mean_kl (at most 0.05)"),
+    "a KL near the limit": GateCase(with_kl(0.09, 0.001), "INCONCLUSIVE", "max_mean_kl", "not clearly within"),
+    "a low top-10 overlap": GateCase(copies(top10_overlap=0.5), "FAIL", "min_top10_overlap", "(at least 0.8)"),
+    "every tenth request is ruined": GateCase(change_every(10, mean_kl=0.3), "FAIL", "max_ruined_share"),
+    "10 ruined requests": GateCase(
         change_first(10, mean_kl=9.0), "INCONCLUSIVE", "max_ruined_share",
         "all: requests with a mean KL above 0.15: 10 of 512, share by document 0.01953"),
-    "40 ruined requests": Case(change_first(40, mean_kl=9.0), "FAIL", "max_ruined_share max_mean_kl"),
-    "far tokens": Case(change_every(4, far_tokens=10), "FAIL", "max_far_token_share"),
-    "answers and prose": Case(every_class() + prose(24)),
-    "answers and broken prose": Case(every_class() + prose(3, mean_kl=3.0), "FAIL", "max_mean_kl"),
-    "14 documents without answers": Case(
+    "40 ruined requests": GateCase(change_first(40, mean_kl=9.0), "FAIL", "max_ruined_share max_mean_kl"),
+    "far tokens": GateCase(change_every(4, far_tokens=10), "FAIL", "max_far_token_share"),
+    "answers and prose": GateCase(every_class() + prose(24)),
+    "answers and broken prose": GateCase(every_class() + prose(3, mean_kl=3.0), "FAIL", "max_mean_kl"),
+    "14 documents without answers": GateCase(
         prose(14), "INCONCLUSIVE", "min_samples",
         "all: no sample has an answer to judge, 14 documents have distances; gates.min_samples is 15",
         gates={"max_ruined_share": 0.3}),
-    "two documents without answers": Case(
+    "two documents without answers": GateCase(
         FAR_APART, "INCONCLUSIVE", f"min_samples max_ruined_share {OPEN_MEANS}", "2 documents have distances"),
-    "no samples": Case([], "FAIL", "complete", "all: no samples were evaluated"),
-    **{f"a missing {name}": Case(change_every(512, **{name: None}), "FAIL", "complete", "1 of 128 samples lack a finite number")
+    "no samples": GateCase([], "FAIL", "complete", "all: no samples were evaluated"),
+    **{f"a missing {name}": GateCase(change_every(512, **{name: None}), "FAIL", "complete",
+                                     "1 of 128 samples lack a finite number")
        for name in ("mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap",
                     "mean_squared_delta_p", "candidate_correct")},
-    "one request deviates from the reference engine": Case(
+    "one request deviates from the reference engine": GateCase(
         every_class(), "FAIL", "conformance", "1 of 7 requests",
         report={"conformance": conformance(engine_conformance(*SOUND_ENGINE.requests, compared(stored=3e-3)))}),
-    "fewer samples than counted": Case(
+    "fewer samples than counted": GateCase(
         every_class(), "FAIL", "complete", "the report counts 513 samples", report={"samples": 513}),
-    "a duplicate sample": Case([*every_class()[:-1], every_class()[0]], "FAIL", "complete"),
-    "no sample of the first round": Case(
+    "a duplicate sample": GateCase([*every_class()[:-1], every_class()[0]], "FAIL", "complete"),
+    "no sample of the first round": GateCase(
         change_every(1, round=2), "FAIL", "complete", "rounds 2 of 1 to 2; rounds start at 1", report={"planned_rounds": 2}),
-    "a round without samples": Case(
+    "a round without samples": GateCase(
         change_every(2, round=3), "FAIL", "complete", "has rounds 1, 3 of 1 to 3", report={"planned_rounds": 3}),
-    "a round that was not planned": Case(change_every(2, round=2), "FAIL", "complete", "has rounds 1, 2 of 1 to 1"),
-    "distances whose sum is not finite": Case(
+    "a round that was not planned": GateCase(change_every(2, round=2), "FAIL", "complete", "has rounds 1, 2 of 1 to 1"),
+    "distances whose sum is not finite": GateCase(
         change_every(1, mean_kl=1e308, scored_tokens=1), "FAIL", "max_mean_kl max_ruined_share", "copy: mean KL nan"),
-    "an unnoticed must-fail control": Case(
+    "an unnoticed must-fail control": GateCase(
         every_class(), "FAIL", "must_fail_control", "the evaluation does not see the cache", report={"control": BLIND}),
-    "a must-fail control that did not run": Case(
+    "a must-fail control that did not run": GateCase(
         every_class(), "FAIL", "must_fail_control", "it did not run", report={"control": ABSENT}),
-    "noise of the baseline itself": Case(
+    "noise of the baseline itself": GateCase(
         every_class(), "INCONCLUSIVE", "noise_floor", "max_mean_kl=0.05 is finer than the baseline's own noise",
         report={"noise": fidelity(kl_mean=0.06)}),
-    "noise of the candidate itself": Case(
+    "noise of the candidate itself": GateCase(
         every_class(), "INCONCLUSIVE", "noise_floor", "the candidate's own noise",
         report={"candidate_noise": fidelity(kl_mean=1.0)}),
-    "noise of single tokens": Case(
+    "noise of single tokens": GateCase(
         every_class(), "INCONCLUSIVE", "noise_floor",
         "far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL 1.5)",
         report={"noise": fidelity(kl_p999=1.5)}),
-    "noise that was not measured": Case(every_class(), "INCONCLUSIVE", "noise_floor", report={"noise": None}),
-    "a failed stress test": Case(
+    "noise that was not measured": GateCase(every_class(), "INCONCLUSIVE", "noise_floor", report={"noise": None}),
+    "a failed stress test": GateCase(
         every_class(), "FAIL", "stress_test", "does not compute its policy: f", report={"tests": engine_tests(FAILED_STRESS)}),
-    "a larger pool than the policy claims": Case(
+    "a larger pool than the policy claims": GateCase(
         every_class(), "FAIL", "allocation", report={"tests": engine_tests(LARGER_POOL)}),
-    "free answers that contradict forced decode": Case(
+    "free answers that contradict forced decode": GateCase(
         every_class(), "FAIL", "free_answers", "sample a: ...", report={"tests": engine_tests(free=["sample a: ..."])}),
-    "a lost acceptance length": Case(
+    "a lost acceptance length": GateCase(
         drafted(every_class(), 34), "FAIL", "max_acceptance_loss", "loss of acceptance length 0.2647, 99.87 % bound 0.2",
         report={"drafters": ["lookup"]}),
-    "an answer that was not drafted": Case(
+    "an answer that was not drafted": GateCase(
         UNDRAFTED, "FAIL", "max_acceptance_loss", "retrieval, drafts by lookup", report={"drafters": ["lookup"]}),
 }  # fmt: skip
 
