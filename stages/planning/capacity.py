@@ -218,7 +218,17 @@ class Capacity(StrictModel):
 
 
 def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat) -> Budget:
-    """Divide the memory of one GPU. Raises UserError if the weights cannot be counted, or leave nothing for the cache."""
+    """Divide the memory of one GPU.
+
+    Raises:
+        UserError: A request is too long for the model, or the weights cannot be counted or leave nothing for the cache.
+    """
+    limit = model.max_positions
+    if limit is not None and use.longest > limit:
+        raise UserError(
+            f"capacity.contexts: got {use.longest:,} tokens, {use.longest - limit:,} too many (the model was made for "
+            f"{limit:,} tokens); give shorter ones, such as 'capacity.contexts=[{{tokens: {limit}, requests: 1}}]'"
+        )
     if use.gpu_gib <= use.reserve_gib:  # checked first, since counting weights imports torch
         raise UserError(
             f"capacity.gpu_gib={use.gpu_gib:g}: capacity.reserve_gib={use.reserve_gib:g} leaves nothing for weights and cache; "
@@ -252,7 +262,7 @@ def measure_capacity(
 
     `shares_pages`: whether the backend keeps the same pages for all layers.
 
-    Raises UserError if the weights cannot be counted or leave nothing for the cache, or no policy fits the model.
+    Raises UserError as `memory_budget` does, or if no policy fits the model.
     """
     budget = memory_budget(model, use, weights)
     fitting, unfit = list[PolicyCapacity](), dict[str, str]()
@@ -274,8 +284,6 @@ def measure_capacity(
         notes.append(f"a token has one latent vector of {model.latent} numbers for all heads (MLA): half of them count as keys")
     if shares_pages and None in model.windows and any(model.windows):
         notes.append("all layers keep the same pages on this backend, so the layers with sliding windows free none")
-    if model.max_positions is not None and use.longest > model.max_positions:
-        notes.append(f"contexts reach {use.longest:,} tokens, the model's max_position_embeddings is {model.max_positions:,}")
     if use.tensor_parallel > model.kv.kv_heads and model.latent is None:
         copies = use.tensor_parallel // model.kv.kv_heads
         notes.append(f"{model.kv.kv_heads} KV heads on {use.tensor_parallel} GPUs: each head's cache is stored {copies} times")

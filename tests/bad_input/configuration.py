@@ -73,6 +73,10 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("stage=status -m seed=0,1", "stage=status", "leave out -m"),
     ("-m kv=int8 tracking.uri=a,b", "tracking.uri=a,b: the jobs of a sweep share it; give one value"),
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
+    (
+        "stage=capacity capacity.contexts=[{tokens:40000,requests:1}]",
+        "capacity.contexts: got 40,000 tokens, 7,232 too many (the model was made for 32,768 tokens)",
+    ),
     ("stage=verify", "bundle: stage=verify needs bundle=; give one"),
     ("stage=audit", "backend=onnxruntime: does not load scales"),
     ("stage=audit dry=true", "backend=onnxruntime: does not load scales"),

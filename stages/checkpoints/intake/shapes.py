@@ -17,6 +17,7 @@ from stages.checkpoints.families import FAMILIES, other_cache
 from stages.checkpoints.files import read_json, refusal
 from stages.checkpoints.gguf.model import DENSE_SIZES, dense_tensors, inspect_gguf
 from stages.checkpoints.quantized import Shape
+from stages.checkpoints.rope import read_rope
 from stages.core.errors import UserError, short
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVShape
@@ -45,6 +46,7 @@ class ModelShape:
     windows: tuple[int | None, ...]
     """Number of latest tokens that each layer attends to; None for all tokens."""
     max_positions: int | None
+    """Maximum sequence length in tokens; None if config.json does not have it, or has rotary embeddings that kvgate refuses."""
     tensors: Callable[[], Mapping[str, Shape]] | None
     """Names and shapes of the weights; None for a family whose weights are not counted."""
     notes: tuple[str, ...]
@@ -129,18 +131,29 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         integer(path, config, "num_key_value_heads")
     shape, q_heads = attention_shape(path, config)
     assumed = f"config.json has no head_dim: taken as hidden_size / num_attention_heads = {shape.head_dim}"
-    positions = config.get("max_position_embeddings")
     sized = {**config, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
     return ModelShape(
         path=path,
         kv=KVShape(shape.layers, shape.kv_heads, shape.head_dim),
         q_heads=q_heads,
         windows=shape.windows or (None,) * shape.layers,
-        max_positions=positions if type(positions) is int and positions > 0 else None,
+        max_positions=_max_positions(path, config, supported=supported),
         tensors=partial(_tensors, path, sized) if served and config.get("quantization_config") is None else None,
         notes=() if supported or config.get("head_dim") is not None else (assumed,),
         latent=None if latent is None else 2 * shape.head_dim,
     )
+
+
+def _max_positions(path: Path, config: dict[str, Any], *, supported: bool) -> int | None:
+    positions = config.get("max_position_embeddings")
+    if type(positions) is not int or positions <= 0:
+        return None
+    if not supported:
+        return positions
+    try:
+        return read_rope(path, config).positions(positions)
+    except UserError:
+        return None
 
 
 def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:

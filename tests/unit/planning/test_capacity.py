@@ -178,6 +178,17 @@ def test_complete_shapes_of_other_architectures_are_read(tmp_path: Path) -> None
     assert read_model(written(tmp_path, listed)).windows == (None,) * 31 + (4096,)
 
 
+def test_a_request_longer_than_the_model_allows_is_refused(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    for changes, limit in (({}, 8192), ({"rope_scaling": yarn}, 16_384), ({"rope_scaling": {"rope_type": "new"}}, None)):
+        model = read_model(written(tmp_path, LLAMA_8B | {"max_position_embeddings": 8192} | changes))
+        assert model.max_positions == limit
+        if limit is not None:
+            memory_budget(model, use(mix((limit, 1)), *BARE), "none")
+            with refused(UserError, "capacity.contexts: got 20,000 tokens", f"made for {limit:,} tokens); give shorter ones"):
+                memory_budget(model, use(mix((20_000, 1)), *BARE), "none")
+
+
 def test_an_incomplete_config_json_is_refused_in_one_line(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": None}, "config.json: num_hidden_layers must be a positive integer, at most 4,096, got None"),
