@@ -64,6 +64,10 @@ def evaluate(run: Run) -> None:
                 candidate = store.register(run_id, candidate, evidence.rows)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, quick_check=config.workloads.is_quick_check)
+    if store is not None:
+        model, version = store.location.model_name, candidate.version
+        line = f"registered: {model} version {version} at {store.location}"
+        console.result("registered", line, model=model, version=version, registry=str(store.location))
 
 
 def promotable(config: Config) -> summary.Summary:

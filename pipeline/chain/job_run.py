@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
+from pipeline.cli import tables
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config, Tracking
 from pipeline.evidence.reading import add_questions, download_evidence, identities
@@ -85,6 +86,8 @@ class Run:
         store = self.registry
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
+        if not self.config.facts.judges:  # an evaluation named it already
+            tables.print_registry(store.location)
         directories, gates = identities(self.config.artifacts), self.config.gates if decides else None
         with ExitStack() as stack:
 

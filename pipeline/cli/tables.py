@@ -8,6 +8,7 @@ from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.progress import duration
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, PromotionMove
+from pipeline.registry.tracking import Location
 from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.memory import GIB
 from stages.engines.config import is_least_preferred
@@ -81,6 +82,12 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     columns = list(map(Column, ("what", "replayed", "found")))
     rows = [[finding.name, finding.status, finding.detail] for finding in ordered]
     return Grid(console.relative(f"{policy} of {model}: {directory}"), columns, rows, FINDING_COLOURS)
+
+
+def print_registry(location: Location) -> None:
+    """Print the registered model and its tracking store."""
+    line = f"registry: {location.model_name} at {location}"
+    console.result("registry", line, model=location.model_name, registry=str(location))
 
 
 def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:

@@ -18,7 +18,7 @@ from rich.filesize import decimal
 
 from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Value
-from pipeline.cli.tables import COLOURS
+from pipeline.cli.tables import COLOURS, print_registry
 from pipeline.config.config import Config
 from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, first_users, last_sweeps, take_inventory
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
@@ -39,6 +39,8 @@ def show_status(config: Config) -> None:
         console.say(f"{config.work!s}: nothing was built or judged here yet")
     if not config.tracking.enabled:
         console.say("tracking.enabled=false: what serves is not shown")
+    if inventory.location is not None:
+        print_registry(inventory.location)
     for model in inventory.models:
         _show_model(model, inventory)
     recent = last_sweeps(inventory.sweeps, max(1, config.prune.keep_sweeps))

@@ -28,7 +28,7 @@ from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
-from pipeline.registry.tracking import RegisteredModel, locate
+from pipeline.registry.tracking import Location, RegisteredModel, locate
 from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, read_manifest
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import Refusal, UserError, describe
@@ -100,6 +100,8 @@ class Inventory:
     """sha256 of an identity.json -> the identity."""
     identity_places: dict[str, str] = field(default_factory=dict)
     """sha256 of an identity.json -> place of its artifact."""
+    location: Location | None = None
+    """The tracking store; None if tracking is off, or the store is missing or could not be read."""
     models: list[RegisteredModel] = field(default_factory=list)
     sweeps: list[Summary] = field(default_factory=list)
     """Sweeps, the latest first."""
@@ -137,7 +139,7 @@ def take_inventory(config: Config) -> Inventory:
         if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
             from pipeline.registry.mlflow_store import RegistryReader  # importing MLflow takes 2 s
 
-            inventory.models = RegistryReader(location).registered(inventory.lineages)
+            inventory.models, inventory.location = RegistryReader(location).registered(inventory.lineages), location
     with inventory.noting_problems():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
     inventory.sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)

@@ -9,9 +9,10 @@ from typing import Any
 from helpers.policies.shipped import SHIPPED
 from helpers.verdicts.reports import report as make_report
 from helpers.verdicts.reports import row
+from pipeline.config.config import Tracking
 from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
 from pipeline.registry.routing import route
-from pipeline.registry.tracking import LEFT, RegisteredModel, Version
+from pipeline.registry.tracking import LEFT, RegisteredModel, Version, locate
 from stages.core.digest import file_digest, files_digest, tree_files
 from stages.core.errors import GateRefusal
 from stages.policies.policy import FP16_POLICY
@@ -111,6 +112,7 @@ class MemoryRegistry:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, folder / "lock"
+        self.location = locate(Tracking(), folder, "tiny", {})
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.routes_left: dict[str, set[str]] = {}

@@ -25,7 +25,8 @@ def test_a_sweep_judges_against_one_baseline_and_promotes_none(swept: Swept) -> 
     assert [by_name[kv]["metrics"]["memory/kib_per_token"] for kv in ("fp8", "int4_tensor")] == [1.0, 0.5]
     assert (content["champion"], content["exit_code"]) == (None, 0)
     assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
-    assert "fp8" in result.stdout
+    for version in ("1", "2"):
+        assert f"registered: kvgate-tiny version {version} at MLflow's store sqlite:///" in result.stdout
     assert "int4_tensor" in result.stdout
     assert f"/runs?searchFilter=tags.sweep%20%3D%20%27{content['sweep']}%27&" in result.stdout, (
         "the address of the comparison in MLflow"

@@ -134,6 +134,7 @@ def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys:
     shown = capsys.readouterr().out
     assert contents(ground.work) == before, "it writes nothing"
     lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0].startswith("registry: kvgate-some-llm at MLflow's store sqlite:///")
     serves = [line.split()[:4] for line in lines if line.startswith(("champion ", "previous ", "candidate 4"))]
     assert serves == [
         ["champion", "3", "fp8", "PASS"],

@@ -112,6 +112,7 @@ def test_a_champion_of_another_work_directory_competes(fleet: Fleet, capsys: pyt
     fleet.judge("fp8", work=fleet.serving)
     fleet.command("stage=promote")
     output = capsys.readouterr().out
+    assert f"registry: {fleet.name} at MLflow's store sqlite:///" in output
     assert "int8 (version 1) stays the champion" in output
     assert f"Serve it with: pipeline.api.champion('{fleet.name}')" in output
     assert PARTIAL not in output
