@@ -21,7 +21,7 @@ from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import COLOURS, print_registry
 from pipeline.config.config import Config
 from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, first_users, last_sweeps, take_inventory
-from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
+from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER, ROLLED_BACK_AT, ROLLED_BACK_BY
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.store import USE_LOCK, alone, unfinished
@@ -80,12 +80,23 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
     if champion is None:
         console.say(f"{model.name} has no champion yet")
         return
-    if PROMOTED_AT in champion.tags:
-        time, user = champion.tags[PROMOTED_AT].replace("T", " ")[:16], champion.tags.get(PROMOTED_BY)
+    promoted = champion.tags.get(PROMOTED_AT, "")
+    if promoted:
         previous = model.versions.get(champion.tags.get(PROMOTED_OVER, ""))
-        console.say(f"  champion: promoted {time} UTC by {user}{'' if previous is None else f', over {previous}'}")
+        over = "" if previous is None else f", over {previous}"
+        console.say(f"  champion: promoted {_minute(promoted)} UTC by {champion.tags.get(PROMOTED_BY)}{over}")
+    # A rollback before the champion's own promotion does not matter any more.
+    returned = max(model.versions.values(), key=lambda version: version.tags.get(ROLLED_BACK_AT, ""))
+    if returned.tags.get(ROLLED_BACK_AT, "") > promoted:
+        when, user = _minute(returned.tags[ROLLED_BACK_AT]), returned.tags.get(ROLLED_BACK_BY)
+        console.say(f"  champion: serves since {user} rolled {returned} back at {when} UTC")
     if "previous" not in aliases:
         console.say("  no previous champion: stage=rollback has nothing to return to")
+
+
+def _minute(timestamp: str) -> str:
+    """Return the date and minute of an ISO 8601 timestamp."""
+    return timestamp.replace("T", " ")[:16]
 
 
 def _missing(digest: str, inventory: Inventory) -> str | None:

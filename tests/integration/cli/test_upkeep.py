@@ -288,5 +288,7 @@ def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsy
     copied.command("stage=rollback")
     capsys.readouterr()
     copied.command("stage=status")
-    assert "no previous champion" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "no previous champion" in output
+    assert re.search(r"champion: serves since \S+@\S+ rolled version 4 \(fp8k_int4v\) back at 20\S+ \S+ UTC", output)
     assert all(len(version.tags) <= 6 for version in copied.store.read().versions.values())
