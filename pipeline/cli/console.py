@@ -18,6 +18,7 @@ from rich.text import Text
 
 from stages.core.errors import DEBUG_VARIABLE, Refusal, describe, exit_code
 from stages.core.redaction import printable, redact, redact_text
+from stages.core.streams import program_name
 
 if TYPE_CHECKING:
     from pipeline.cli.grids import Grid
@@ -28,8 +29,8 @@ RESULT = "result"
 """Key with the kind of a result in JSON. Objects without this key are events."""
 PLAIN_WIDTH = 100
 """Columns of tables if the output is not a terminal."""
-PREFIXES = {logging.WARNING: "pipeline: warning: ", logging.ERROR: "pipeline: error: "}
-"""Level -> beginning of a line for people."""
+PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+"""Level -> beginning of a line for people, after the program's name."""
 
 if os.environ.get("COLUMNS") == "0":  # an unknown width, in which rich would print nothing
     del os.environ["COLUMNS"]
@@ -123,7 +124,9 @@ class _Handler(logging.Handler):
         if self.mode == "json":
             _write({"level": record.levelname.lower(), "message": " ".join(text.split()), **fields})
             return
-        prefix = PREFIXES.get(record.levelno, "  " if "step" in fields else "")
+        prefix = "  " if "step" in fields else ""
+        if record.levelno in PREFIXES:
+            prefix = f"{program_name()}: {PREFIXES[record.levelno]}"
         name = self.job.name if self.job is not None else ""
         err.print(relative(str(fields.get("traceback", f"{prefix}{name}{text}"))), soft_wrap=True, markup=False)
 

@@ -6,6 +6,7 @@ would start another sweep.
 """
 
 import math
+import os
 import shlex
 import shutil
 import sys
@@ -23,6 +24,7 @@ from pipeline.config.override_syntax import differing, key_of, written
 from pipeline.config.policies import load_policies
 from pipeline.config.stages import StageFacts
 from stages.core.errors import CannotBeJudged
+from stages.core.streams import program_name
 from stages.engines.config import BackendConfig, InterpreterConfig
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate, is_blind
@@ -40,16 +42,28 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
     """Return the command with the arguments `base`, without `log=`. `changes` replace arguments with the same keys.
 
     A change of a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`. Only a sweep keeps its
-    launcher. The command begins with `python`, or with the path of this Python if a shell would not find it.
+    launcher.
     """
-    running, on_path = Path(sys.executable), shutil.which("python")
-    same = on_path is not None and Path(on_path).absolute().parent == running.parent
     changed = {"log", *map(key_of, changes)}
     launcher = () if sweep else ("hydra/launcher", "hydra.launcher")
     keys = [(part, key_of(part)) for part in base]
     remaining = [part for part, key in keys if not {key, key.partition(".")[0]} & changed and not key.startswith(launcher)]
     arguments = shlex.join([*(["-m"] if sweep else []), *remaining, *changes])
-    return f"{'python' if same else shlex.quote(str(running))} -m pipeline {arguments}".rstrip()
+    return f"{_program()} {arguments}".rstrip()
+
+
+def _program() -> str:
+    """Return the program that begins a command: the script `kvgate` if the user ran it, otherwise this Python with the module.
+
+    The name is a path if a shell would not find it.
+    """
+    script, running = Path(sys.argv[0]).absolute(), Path(sys.executable)
+    if program_name() == "kvgate" and os.access(script, os.X_OK):
+        found = shutil.which("kvgate")
+        return "kvgate" if found is not None and Path(found).absolute() == script else shlex.quote(str(script))
+    found = shutil.which("python")
+    same = found is not None and Path(found).absolute().parent == running.parent
+    return f"{'python' if same else shlex.quote(str(running))} -m pipeline"
 
 
 def stage_command(config: Config, stage: str, *changes: str) -> str:

@@ -8,6 +8,11 @@ from typing import Any, TextIO, cast
 from stages.core.redaction import redact_text
 
 
+def program_name() -> str:
+    """Return the name that begins messages: `kvgate` if the user ran this script, otherwise `pipeline`."""
+    return "kvgate" if os.path.basename(sys.argv[0]) == "kvgate" else "pipeline"
+
+
 def discard_output(descriptor: int) -> None:
     """Discard everything that is written to a file descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -61,7 +66,7 @@ class RedactedStream:
     def _lost(self, error: OSError) -> None:
         discard_output(self._stream.fileno())
         if self is sys.stdout and not isinstance(error, BrokenPipeError):
-            print(f"pipeline: warning: stdout: {error.strerror}; later output is lost", file=sys.stderr)
+            print(f"{program_name()}: warning: stdout: {error.strerror}; later output is lost", file=sys.stderr)
 
     def writelines(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -85,7 +85,7 @@ def run_child(case: BadInput, directory: Path, scratch: Path, *, limited: bool) 
             drop_capabilities()
         if not (case.runs_stage or case.loads_model):
             sys.modules["pipeline.chain.runner"] = failing_runner()
-        sys.argv = ["kvgate", *case.arguments]
+        sys.argv = ["pipeline", *case.arguments]
         try:
             code = main()
         except SystemExit as error:

@@ -16,7 +16,7 @@ from helpers.registry.judged_engine import config_of
 
 from pipeline.__main__ import _plan_command
 from pipeline.chain.inputs import checks
-from pipeline.cli import next_steps
+from pipeline.cli import console, next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -226,6 +226,20 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
     monkeypatch.setenv("PATH", str({"same": own, "other": tmp_path / "other", "none": tmp_path / "nowhere"}[on_path]))
     begins = "python" if plain else shlex.quote(str(own / "python"))
     assert after("quantize", ["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_a_command_and_an_error_begin_with_the_script_that_the_user_ran(
+    on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "own env" / "kvgate"
+    executable(script, "")
+    monkeypatch.setattr(sys, "argv", [str(script), "kv=fp8"])
+    monkeypatch.setenv("PATH", str(script.parent if on_path else tmp_path))
+    begins = "kvgate" if on_path else shlex.quote(str(script))
+    assert after("quantize", ["kv=fp8"]).command == f"{begins} kv=fp8 stage=build"
+    console.error("kv=fp9: no such option")
+    assert capsys.readouterr().err == "kvgate: error: kv=fp9: no such option\n"
 
 
 @pytest.mark.parametrize(
