@@ -17,7 +17,7 @@ from stages.engines.interface import SupportsFork, SupportsRequests
 from stages.evaluate.conformance.deviations import PASS_TOKENS
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.decoding.full_pool import fill_pool
+from stages.evaluate.decoding.full_pool import ROUNDS, fill_pool
 from stages.evaluate.decoding.system import STATM, resident_bytes
 from stages.policies.policy import PAGE_TOKENS, page_count
 
@@ -120,15 +120,15 @@ def full_pool(test: StressTest) -> None:
     """
     if test.engine.full_pool_requests or test.max_tokens < 5 * PAGE_TOKENS:
         return
-    page = test.draw(PAGE_TOKENS)
+    page, (least, most) = test.draw(PAGE_TOKENS), POOL_STEPS
     named = []
     for number in range(max(MIN_POOL_REQUESTS, test.scaled(POOL_REQUESTS))):
-        steps = test.randint(*POOL_STEPS)
+        steps = test.randint(least, least + test.scaled(most - least))
         length = (1 + round(test.share * (number % 3))) * PAGE_TOKENS + test.randint(PAGE_TOKENS - steps // 2, PAGE_TOKENS - 1)
         begin = page if number % 2 else test.draw(PAGE_TOKENS)
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + steps)]
         named.append((f"request {number} of {length} and {steps} tokens", (tokens, length)))
-    found = fill_pool(test.engine, named)
+    found = fill_pool(test.engine, named, rounds=test.scaled(ROUNDS))
     test.counts.requests += found.requests
     test.counts.preempted += found.preempted
     test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]

@@ -88,7 +88,7 @@ def _run_scenarios(test: StressTest) -> None:
     """
     engine = test.engine
     room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest
-    most = max(1, min(3 * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2 + WAKES)))
+    most = max(1, min((1 + test.scaled(2)) * PAGE_TOKENS, test.max_tokens - RESTING_TURN * (len(SCENARIOS) + 2 + WAKES)))
     test.scenario = "rest"
     names = ("an idle conversation", "an idle sequence")
     if not isinstance(engine, SupportsRequests) and room > 0:

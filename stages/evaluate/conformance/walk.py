@@ -62,7 +62,7 @@ def walk(test: StressTest) -> None:
         order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
         order.insert(test.randint(len(order) // 2, len(order)), walker.late_turn)
         order.append(walker.late_turn)
-    for operate in [walker.alone, *order, walker.alone]:
+    for operate in [*[walker.alone] * (test.scaled(2) - 1), *order, walker.alone]:
         operate()
     walker.finish()
 

@@ -42,13 +42,18 @@ def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], cou
     return fill_pool(engine, list(mixed_requests(encoded, count, engine.max_tokens)), progress)
 
 
-def fill_pool(engine: Engine, requests_by_name: Sequence[NamedRequest], progress: Progress = no_progress) -> FullPool:
-    """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all."""
+def fill_pool(
+    engine: Engine, requests_by_name: Sequence[NamedRequest], progress: Progress = no_progress, rounds: int = ROUNDS
+) -> FullPool:
+    """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all.
+
+    The requests are sent to the small pool `rounds` times, in different orders.
+    """
     assert isinstance(engine, SupportsFullPool)
     count = len(requests_by_name)
     sizes = [page_count(len(tokens)) for _, (tokens, _) in requests_by_name]
     pages = max(sum(sizes) // SHARE, max(sizes) + 1)
-    total = count * (ROUNDS + 2)
+    total = count * (rounds + 2)
 
     def served(done: int) -> None:
         progress("full pool [requests]", done, total)
@@ -57,9 +62,9 @@ def fill_pool(engine: Engine, requests_by_name: Sequence[NamedRequest], progress
     requests = [request for _, request in requests_by_name]
     (uncrowded,) = engine.serve_rounds([requests], ROWS)
     served(count)
-    orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(ROUNDS)]
+    orders = [np.random.default_rng(number).permutation(count).tolist() for number in range(rounds)]
     crowded = engine.serve_rounds([[requests[i] for i in order] for order in orders], ROWS, pages)
-    served((1 + ROUNDS) * count)
+    served((1 + rounds) * count)
     changed: list[tuple[float, str]] = []
     for number, (order, answers) in enumerate(zip(orders, crowded, strict=True), start=1):
         for i, answer in zip(order, answers, strict=True):
@@ -72,7 +77,7 @@ def fill_pool(engine: Engine, requests_by_name: Sequence[NamedRequest], progress
     deviations = sorted((change for change in changed if change[0] > limit), key=lambda deviation: -deviation[0])
     return FullPool(
         requests_per_round=count,
-        requests=ROUNDS * count,
+        requests=rounds * count,
         pages=pages,
         wanted_pages=sum(sizes),
         preempted=sum(answer.preempted for answers in crowded for answer in answers),
