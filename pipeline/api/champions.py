@@ -37,7 +37,7 @@ def champion(
         workdir: The work directory.
         samples: The `workloads.jsonl` file or the `workloads.documents` directory that the engine was judged on, if any. A
             downloaded engine needs it, because the registry keeps the digest but not the prompts.
-        trusted: Public keys in PEM, or one such file. If keys are given, the evidence must be signed with a key from this list.
+        trusted: PEM files of public keys, or one such file. If given, the evidence must be signed with one of these keys.
         threads: CPU threads, as for `load`.
 
     Raises:

@@ -108,7 +108,7 @@ def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
 
 
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
-    """Promote the best candidate of a summary. Raises as `promote` does.
+    """Promote the best candidate of a summary. Raises as `candidates_of` and `Engines.promote` do.
 
     `unfinished` is the page's message about missing jobs. The caller passes it, because a job that promotes its own candidate
     is still running, so that the summary would report this job as unfinished.
@@ -168,7 +168,7 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def verify(run: Run) -> None:
-    """Replay the evidence of an engine, offline and read-only."""
+    """Replay the evidence of an engine, offline. Only the lock files of its store are written."""
     directory = bundle_directory(str(run.config.bundle))
     signing, store = run.config.signing, store_of(directory.resolve() / BUNDLE_FILE)  # perhaps outside of the work directory
     with nullcontext() if store is None else used(store, make=False), show_progress("replaying the evidence"):

@@ -86,7 +86,7 @@ class Preview:
         return 0
 
     def add(self, job: int, run: Run) -> None:
-        """Take all steps of a job that makes artifacts, and record what they find."""
+        """Take all steps of a job that makes artifacts, and record their artifacts and errors."""
         self.check(job, partial(self._take_steps, job, run))
         self.artifacts += [(job, title, artifact) for title, artifact in run.engine_steps.finished]
 

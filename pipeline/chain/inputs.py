@@ -45,7 +45,7 @@ def check_inputs(*jobs: Config) -> None:
 def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
     """Yield independent checks, so that a dry run can report every result.
 
-    `opened` holds the checkpoints that this command already found sound; the checks extend it.
+    `opened` holds the checkpoints whose weights and tokenizer this command has already checked; the checks add to it.
     """
     if config.facts.makes:
         yield partial(_check_files, config)
@@ -62,7 +62,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
         yield partial(_check_model, config, opened)
     if config.tracking.enabled and config.facts.needs_registered:
         yield partial(_check_registered, config)
-    if config.dry:  # requirements of later steps, which a real job meets when it gets there
+    if config.dry:  # requirements of later steps, which a real job checks when it reaches them
         if config.facts.judges:
             yield open_backend(config.backend).check_runs
         if config.stage in CHECKS_AHEAD:
@@ -72,7 +72,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
 
 
 def _check_files(config: Config) -> None:
-    """Refuse missing files, all at once; the later checks read one file after the other."""
+    """Refuse all missing files with one error. The later checks would report only the first one."""
     missing = missing_files(config.facts, {key: attrgetter(key)(config) for key in (MODEL, *FILES)})
     if missing:
         raise UserError("\n".join(missing))
@@ -185,7 +185,7 @@ def _check_context(
 ) -> None:
     """Refuse sequences that are longer than the model or the engine permits, or whose cache exceeds this machine's memory.
 
-    Messages name `key`, the setting of their length with its value, and `batch_key`, the setting of their number.
+    Messages name `key` (the setting of the length of the sequences, with its value) and `batch_key` (of their number).
     """
     limit, limited = _context_limit(config, checkpoint)
     if tokens > limit:

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep with a Hydra launcher: the start of Ray, the errors of launchers, and the end of their processes."""
+"""Runs the jobs of a sweep with a Hydra launcher: starts Ray, translates errors of launchers, and ends their processes."""
 
 import atexit
 import logging
@@ -109,7 +109,7 @@ def _stdout_inherited() -> Iterator[None]:
 
 
 def start_ray(launcher: Any) -> None:
-    """Start Ray, before its plugin would."""
+    """Start Ray with kvgate's settings, before its plugin would. Raises RayNotStarted if Ray does not start."""
     options = {key: value for key, value in ((launcher.get("ray") or {}).get("init") or {}).items() if value is not None}
     variables = dict(RAY_LINES)
     if options.get("address", "local") == "local" and "RAY_ADDRESS" not in os.environ:

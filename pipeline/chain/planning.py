@@ -43,13 +43,13 @@ from stages.verdict.gates import decide
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of stage=capacity and stage=recommend."""
 TUNED = "tuned"
-"""Folder in the work directory with the policies that stage=tune found, a configuration folder, and their record."""
+"""Folder in the work directory with the policies that stage=tune found and their record, for use as --config-dir."""
 
 
 def show_capacity(run: Run) -> None:
     """Print the memory's capacity under the policies that the backend serves, and write capacity.json with all policies.
 
-    All policies are the policies of conf/kv and `kv=`. The counts assume that pages are freed as the backend frees them.
+    These are the policies of conf/kv and the policy of `kv=`. The counts assume that pages are freed as the backend frees them.
     """
     config = run.config
     capacity = _capacity(config, [])
@@ -141,7 +141,7 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
-    """Return the digests, by name, that evidence about this model must cite, and notes; no digests if weights are missing."""
+    """Return name -> digest of the inputs that evidence about this model must cite, and notes. No weights: no digests."""
     path = locate_checkpoint(config.model.path)
     if path.is_file():
         return {"gguf": file_digest(path)}, []

@@ -158,7 +158,7 @@ class JobRunner:
                 run = Run(config, self.sweep, label, self.arguments)
                 if config.facts.judges:
                     _ = run.registry  # first: without a connection nothing begins
-                self.begin(config)  # not before, because a launcher may refuse its keys
+                self.begin(config)  # not before the launch: a launcher that refuses its keys must leave no sweep
                 actions.ACTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)

@@ -41,7 +41,7 @@ def evidence_lines(
     with_vllm = isinstance(config.backend, VllmConfig)
     slow = not with_vllm and recommendation.chosen is None and _is_slow(config, arguments, model)
     tokens = {entry.name: entry.live_tokens for entry in recommendation.unjudged}
-    if slow:  # the policies that vLLM serves, not the CPU's
+    if slow:  # all policies with room for the requests, not only those that the CPU backend serves
         tokens = {entry.name: entry.live_tokens for entry in capacity.policies if entry.requests >= capacity.use.concurrency}
     ladder = VllmConfig.finer if slow else config.backend.finer
     chosen = [name for name in reversed(ladder) if name in tokens][:MAX_POLICIES]
@@ -62,7 +62,7 @@ def evidence_lines(
 
 
 def _answers_note(config: Config) -> list[str]:
-    """Return a line if no generated question has an answer of the use's length, so that only the user's questions have one."""
+    """Return a note if only questions of the user can have answers of the use's length; an empty list otherwise."""
     use = config.capacity
     if config.workloads.jsonl is not None or whole_pages(use.longest) <= MAX_DEFAULT_TOKENS:
         return []

@@ -182,7 +182,7 @@ class VerdictSteps:
 
     @cached_property
     def _given_digests(self) -> dict[str, str]:
-        """Digests by input's name: of the user's samples or texts, and of the draft checkpoint, if they are configured."""
+        """Name of an input -> its digest, for the user's samples or texts and the draft checkpoint, if they are configured."""
         workloads, digests = self.config.workloads, dict[str, str]()
         if workloads.own is not None:
             for file in own_files(workloads.own_key, workloads.own):
@@ -297,9 +297,10 @@ class EnginePair:
         bundle = chain.bundle(self.policy, chain.reference_config)
         torch_engine = TorchBackend(chain.reference_config).load_reference(bundle.path, self.steps.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
-        # Two differences are by design, so that rounding is no bound: 1. Inputs of linear layers are quantized to a type other
-        # than INT8 per token, which the reference engine does not reproduce. 2. Queries are rounded to 8-bit blocks: a query
-        # may get the neighbouring code, as a cached key may, but engines do not expose the codes of queries.
+        # Rounding bounds the difference between the engines, except in two cases: 1. The checkpoint quantizes the inputs of
+        # linear layers to a type other than INT8 per token, which the reference engine does not reproduce. 2. Queries are
+        # rounded to 8-bit blocks, and the backend does not measure rounding: a query may get the neighbouring code, as a cached
+        # key may, but engines do not expose the codes of queries.
         by_design = (quantized is not None and quantized.inputs == "other") or (
             torch_engine.rounds_queries and not backend.measures_rounding
         )

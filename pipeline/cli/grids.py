@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 CELL_WIDTH, INTEGER_WIDTH = 12, 26
-"""Maximum characters of a number without an exponent: of floats, and of integers (64 bits with commas fit)."""
+"""Maximum characters of a float and of an integer; longer numbers get an exponent. 64-bit integers with commas fit."""
 TEXT_WIDTH = 18
 """Minimum characters of a text before the text wraps. A table with less space gets wider than the terminal."""
 

@@ -218,7 +218,8 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     headings = dict.fromkeys(check.gate.heading[0].lower() + check.gate.heading[1:] for check in open_checks)
     state = f"{', '.join(candidate.name for candidate in undecided)}: undecided: {', '.join(headings)}"
     following = config.gates.next_attempt
-    # The next attempt has a smaller alpha, and the questions needed grow with its logarithm. Default: twice.
+    # The next attempt has a smaller alpha, and the needed questions grow with its logarithm. If none
+    # is known, ask twice as many.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
     factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
     questions = config.workloads.asking_more(needed, factor)

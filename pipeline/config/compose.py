@@ -64,7 +64,7 @@ TRACKING_URI = "tracking.uri"
 MAX_SHOWN_CHARACTERS = 400
 """Maximum characters of a command in a message."""
 MAX_KEY, MAX_CHARACTERS = 200, 1 << 15
-"""Maximum characters of a key, which Hydra takes for a file name, and of an override, which it would parse for minutes."""
+"""Maximum characters of a key (Hydra takes it for a file name) and of an override (Hydra would parse it for minutes)."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -266,7 +266,7 @@ def _swept(hydra: DictConfig) -> dict[str, Any]:
 def _configs(jobs: Iterable[list[str]], swept: dict[str, Any]) -> tuple[list[Config], tuple[list[str], ...]]:
     """Compose and validate all jobs' configurations, and return them with the overrides after resolving `auto`.
 
-    `swept` is the sweep that all jobs share; the sweep of a job's own experiment would be ignored, so it is refused.
+    `swept` is the sweep that all jobs share. A job whose experiment has another sweep is refused: it would be ignored.
     """
     configs, suited, problems = [], [], list[str]()
     for overrides in jobs:
@@ -336,7 +336,7 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
 
 
 def _added(override: str) -> str:
-    """Return an override of a key with Hydra's prefix `++`, so that the validation names all unknown keys at once."""
+    """Return an override with Hydra's prefix `++` if it sets a plain key, so that validation names all unknown keys at once."""
     key = key_of(override)
     other = override.startswith(("+", "~")) or "@" in key or is_hydras(key)
     return override if other or _options(key) else f"++{override}"

@@ -36,7 +36,7 @@ MAX_JOBS = 1000
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SHARED = re.compile("workdir$|log$|dry$|tracking")
-"""Keys whose values all jobs of a sweep share: the work directory, the output, and the registry."""
+"""Keys whose values all jobs of a sweep share: the work directory, the output, the dry run, and the registry."""
 SEARCHPATH = "hydra.searchpath"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 LAUNCHER_KEYS = "hydra.launcher."
@@ -176,7 +176,7 @@ def _check_option(path: Path, folder: Path) -> None:
 
 
 def installed() -> list[str]:
-    """Return the names of the launchers that Hydra finds."""
+    """Return the names of the launchers that Hydra finds and whose library is installed."""
     Plugins.instance()  # loads the plugins, which store their configurations
     names = [name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")]
     return sorted(name for name in names if name not in EXTRAS or find_spec(EXTRAS[name]) is not None)

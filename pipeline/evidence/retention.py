@@ -88,7 +88,7 @@ def _piece(root: Path, kind: str, path: Path) -> Piece:
 
 
 REGISTERED_LAST = "candidate"
-"""Alias that does not serve: it points at a version of the last sweep."""
+"""Alias that does not serve: it points at the last registered version that did not fail."""
 
 
 @dataclass

@@ -105,7 +105,7 @@ def registered_engine(
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:
-    """Check the parts that need neither the engine nor its libraries: seal, chain, the report's files and its citations."""
+    """Check what needs neither the engine nor its libraries: the digest of the identity, the chain, and the report."""
     identity, report = evidence.identity, evidence.report
     report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
     findings = [*_check_seal(evidence.directory), *lineage(identity)]

@@ -142,7 +142,7 @@ class RegistryReader:
 
 
 class MlflowStore(RegistryReader):
-    """One experiment and one registered model."""
+    """A tracking store that is open for writing: one experiment with its runs, and one registered model."""
 
     def __init__(self, location: Location) -> None:
         """Open the store; create its experiment and registered model if missing; close runs of dead processes.
@@ -279,7 +279,7 @@ class MlflowStore(RegistryReader):
     # Engines
 
     def _add_version(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
-        """Register the engine with its evidence, unless a version with the same citations exists.
+        """Register the engine with its evidence, unless a version with the same name, verdict and identity exists.
 
         The version becomes an output of the run `run_id`. The alias `candidate` moves to the version unless it failed. Return
         the version and the id of its logged model.

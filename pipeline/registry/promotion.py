@@ -40,8 +40,8 @@ ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 TESTED_TOKENS = "quality/covered_tokens"
 """Metric: the longest context that the evaluation tested, in tokens."""
 MIN_TESTED_SHARE = 0.5
-"""Minimum tested context, as a share of the champion's, of a candidate that is chosen without its name. The share is below 1
-because two evaluations rarely ask questions of exactly the same lengths."""
+"""Minimum tested context of a candidate that is promoted without promote.name, as a share of the champion's tested context. The
+share is below 1 because two evaluations rarely ask questions of exactly the same lengths."""
 
 
 def author(environ: Mapping[str, str] = os.environ) -> str:
@@ -70,11 +70,11 @@ class PromotionMove:
     candidates: tuple[Candidate, ...] = ()
     """Candidates that a promotion compared, decided again."""
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Why candidates are promoted only by name, by the digests of their reports."""
+    """Digest of a report -> reason why its candidate is not promoted, or only by name."""
 
 
 def live_tokens(candidate: Candidate) -> float:
-    """Return the number of live tokens that fit the memory budget, up to which servers admit requests; -inf if unknown."""
+    """Return the number of live tokens that fit into the memory that all evaluations assume; -inf if unknown."""
     return candidate.metrics.get("memory/max_live_tokens", -math.inf)
 
 
@@ -178,8 +178,8 @@ class Engines:
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
-        Only the version numbers of `judged` are used; everything else is read again from the registry. The present champion
-        stays if no candidate is better, except if there is a `name`.
+        Of `judged`, only the version numbers are used: the candidates are read again from the registry and from their evidence.
+        The present champion stays if no candidate is better, unless `name` is given.
 
         Raises:
             GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
@@ -221,7 +221,7 @@ class Engines:
         return PromotionMove(best.name, message, compared, excluded)
 
     def _judge_again(self, candidates: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
-        """Return the listed candidates, read from their artifacts and decided again."""
+        """Return the candidates, or only those called `name`, read from their artifacts and decided again."""
         judged: dict[str, Candidate] = {}
         for entry in candidates:
             version = self.model.versions.get(entry.version)
@@ -258,7 +258,7 @@ class Engines:
         return champion if comparable and champion.verdict == "PASS" else None
 
     def _excluded(self, candidates: Sequence[Candidate], rolled_back: Mapping[str, str]) -> dict[str, str]:
-        """Return why candidates are promoted only by name, by the digests of their reports."""
+        """Return digest of a report -> reason why its candidate is promoted only by name."""
         serving, excluded = self.model.pointed_at.get(CHAMPION), {}
         needed = self.registry.metrics(serving).get(TESTED_TOKENS, 0) if serving is not None else 0
         for candidate in candidates:
@@ -276,7 +276,7 @@ class Engines:
         return excluded
 
     def _rollback_times(self) -> dict[str, str]:
-        """Return the time at which an engine was rolled back, by the digest of its report."""
+        """Return digest of a report -> time at which its engine was rolled back."""
         times = {}
         for version in self.model.versions.values():
             if ROLLED_BACK_AT in version.tags:

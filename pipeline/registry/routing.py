@@ -2,8 +2,8 @@
 
 Under memory pressure a class moves to the next smaller engine. Old values lose precision first and keys last: keys decide where
 attention looks, while values are averaged, which reduces their error. The candidates hold more live tokens than the present
-engine in the same memory, over the same baseline (so with the same model, weights and backend). They are tried in the order of
-`EngineChange`. An engine that changes the keys is allowed only if every monitor of quality is shown to hold.
+engine in the same memory, and were judged against the same baseline (so with the same model, weights and backend). They are
+tried in the order of `EngineChange`. An engine that changes the keys is allowed only if all quality monitors are shown to hold.
 
 The alias `route-CLASS` of the registered model is the engine that serves a class (`pipeline.registry.moves`). If a route moves
 back from a version, the registered model's tag `left-CLASS` gets the version: no monitor chooses it for this class again until

@@ -133,7 +133,7 @@ def description(candidate: Candidate) -> str:
 
 
 def collect_evidence(candidate: Candidate, folder: Path) -> None:
-    """Copy the evidence of a version into `folder`. With `engine/` in the same folder, stage=verify can replay it.
+    """Copy the evidence of a version into `folder`. If `engine/` is added to the folder, stage=verify can replay the evidence.
 
     The user's own samples file is not copied, because prompts must not leave this machine.
     """

@@ -67,7 +67,7 @@ class Summary(StrictModel):
 
 
 def new_sweep() -> str:
-    """Return the id of a sweep that begins now. It has random digits, because processes in two containers can share an id."""
+    """Return the id of a sweep that begins now. It has random digits, because two containers can have equal process ids."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}-{token_hex(2)}"
 
 
@@ -77,7 +77,7 @@ def sweeps(workdir: Path) -> list[str]:
 
 
 def load(workdir: Path, sweep: str | None = None) -> Summary:
-    """Return the summary of a sweep, by default the last sweep. If there was no sweep, return an empty summary.
+    """Return the summary of a sweep, by default the summary that was written last. If there is none, return an empty summary.
 
     Raises UserError if the named sweep does not exist.
     """
@@ -136,7 +136,7 @@ def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
 
 
 def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary:
-    """Record the display names of a sweep's jobs, so that jobs that never end are noticed. The first job to start does it."""
+    """Record the display names of a sweep's jobs, so that jobs that never end are noticed. Later calls change nothing."""
     about = {"names": tuple(names), "began": time.time(), "command": command and redact_text(command)}
     return _update(workdir, sweep, lambda old: old if old.names else old.model_copy(update=about))
 

@@ -114,7 +114,7 @@ class RegisteredModel:
         return {alias: self.versions[number] for alias, number in self.aliases.items()}
 
     def left(self, workload: str) -> set[str]:
-        """Return the versions that a route left because they broke."""
+        """Return the versions from which the route of a class moved back, after a broken monitor or by routing.rollback."""
         return set(filter(None, self.tags.get(f"{LEFT}{workload}", "").split(",")))
 
 

@@ -23,8 +23,8 @@ UNTIL = "{until}"
 
 @contextmanager
 def announced(message: str, quiet_s: float, limit_s: float) -> Iterator[None]:
-    """Log a message if the block takes longer than `quiet_s`. The message may contain UNTIL, which stands for the end of a
-    time limit."""
+    """Log a message if the block takes longer than `quiet_s`. UNTIL in the message is replaced by the time
+    of day `limit_s` seconds after the start."""
     end = time.strftime("%H:%M:%S", time.localtime(time.time() + limit_s))
     timer = Timer(quiet_s, LOGGER.warning, [message.replace(UNTIL, end)])
     timer.daemon = True

@@ -137,7 +137,7 @@ class Store:
 def used(root: Path, *, make: bool) -> Iterator[None]:
     """Prevent the removal of a store's artifacts while the block runs; waits for a removal in progress.
 
-    If `make` is false, a store that is missing or read-only for this user is neither modified nor protected.
+    If `make` is false, a store that is missing, has no lock file yet, or is read-only for this user is not protected.
     """
     lock, folder = root / USE_LOCK, root / USERS
     if not make and not (lock.is_file() and os.access(folder if folder.is_dir() else root, os.W_OK)):

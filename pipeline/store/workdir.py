@@ -11,7 +11,7 @@ from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import ARTIFACTS
 
 BELOW = 240
-"""Length in characters of the longest path that kvgate makes below the work directory."""
+"""Length in bytes of the longest path that kvgate makes below the work directory."""
 MAX_PATH = 4095
 MAX_NAME = 255
 """Limit in bytes of every file system that matters here."""

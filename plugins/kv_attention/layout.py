@@ -128,7 +128,7 @@ class SideLayout:
         return head_dim // 2 if self.packed else head_dim
 
     def groups(self, head_dim: int) -> int:
-        """Return g, the stored scales of one token of one head; 0 when static or exact."""
+        """Return g, the stored scales of one token of one head; 0 if the side is exact or all its scales are static."""
         if self.group_size is not None:
             return head_dim // self.group_size
         return 1 if self.dynamic else 0

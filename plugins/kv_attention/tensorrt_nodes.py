@@ -3,8 +3,8 @@
 Imports neither TensorRT nor Triton: tensors are descriptors of TensorRT's Python package (tensorrt.plugin.TensorDesc).
 
 Shapes: B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers, E exact slots,
-W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens per sequence, S splits of
-their results.
+W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens per sequence, S partial
+results of a new token and query head.
 
     kv::plan_work       lengths (B) -> work (Y, 5), sequences (B, 4), once a step for all layers with the same exact tokens
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
@@ -15,11 +15,11 @@ their results.
                         -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2), S = splits + 1
     kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
 
-partial_ml is float32. partial_acc is float32 for float32 queries, else float16. Static scales are `key_scale` (1, 1 or H, 1,
-1) float32, dynamic scales `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both: `value_scale` (1, 1, 1, 1) float32 and
-`value_scale_pool` (N, H, 64, g) float8. Inputs have the names and shapes of the inputs of the ONNX graphs' local function
-kv.PagedAttention, whose node decode_partial and decode_reduce replace. Their order is the order of the kernels' parameters,
-because TensorRT passes them in that order.
+partial_ml is float32. partial_acc is float32 for float32 queries, else float16. Static scales are `key_scale` (1, n, 1, 1)
+with n = 1 or H, float32; dynamic scales are `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both: `value_scale`
+(1, 1, 1, 1) float32 and `value_scale_pool` (N, H, 64, g) float8. Inputs have the names and shapes of the inputs of the ONNX
+graphs' local function kv.PagedAttention, whose node decode_partial and decode_reduce replace. The inputs are in the order of
+the kernels' parameters, because TensorRT passes them in that order.
 
 A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes all of them to its kernel. The layout
 decides which tensors exist. Each set of tensors is therefore a separate operation, named after its tensors:

@@ -1,6 +1,6 @@
 """TensorRT plugins, compiled ahead of time from the Triton kernels.
 
-They compute a decode step's work list, its attention, the attention of several new tokens, and the joins of their parts.
+They compute a decode step's work list and attention, the attention of several new tokens, and join partial results.
 
 Importing this module registers every operation of tensorrt_nodes with TensorRT (10.14 to 11.4) as a quickly deployable plugin,
 for nodes of an ONNX graph (domain `kv`) and for networks made in Python:

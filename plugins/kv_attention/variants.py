@@ -48,8 +48,8 @@ REDUCE_WARPS, REDUCE_PARTS = 1, 8
 """Warps of decode_reduce, and parts of a sequence that it reads at once."""
 
 MAX_REGISTERS = 255
-"""Registers per thread of decode_partial. Without this limit, ptxas uses only 168 and spills a few bytes, for an occupancy
-that decoding does not need."""
+"""Registers per thread of decode_partial and context_partial. Without this limit, ptxas uses only 168 for decode_partial and
+spills a few bytes, for an occupancy that decoding does not need."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Variant:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options, without the constexprs, for a launch and ahead of time."""
+        """Triton's options for a launch and for ahead-of-time compilation. Constexprs are in `constants`."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         options |= {"launch_pdl": True} if self.overlaps else {}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}

@@ -32,7 +32,7 @@ class ScaleTensor:
     within: str
     """Name within the layer."""
     letter: str
-    """k, v or kv, as in the last part of the name, or in `k_proj.output_scale`."""
+    """k, v or kv, from the end of the name: `k_scale`, `k_cache.scale` or `k_proj.output_scale`."""
     values: tuple[float, ...]
 
     @property

@@ -61,7 +61,7 @@ class CheckpointInfo:
     q_heads: int
     vocab_size: int
     intermediate_size: object
-    """intermediate_size of config.json, unchecked, since only engines on several GPUs need it."""
+    """intermediate_size of config.json, a positive integer."""
     max_positions: int
     """Maximum sequence length of the model's rotary embedding in tokens."""
     rope_scaling: str | None

@@ -48,7 +48,7 @@ def single_format_refusal(policy: KVPolicy) -> str | None:
 
 
 def supporting_backend(policy: KVPolicy) -> str:
-    """Return the settings of a backend without a GPU that supports the policy, for the error message of another backend."""
+    """Return the settings of a CPU backend that supports the policy, for the error message of another backend."""
     heavy = policy.eviction is not None and policy.eviction.heavy_tokens
     reference = heavy or any(form.code.reference_only for _, form in policy.formats)
     return "backend=torch backend.device=cpu" if reference else "backend=onnxruntime"

@@ -48,7 +48,7 @@ ONLY_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("causal", "glu", "rope", "rotary", "scale attn", "scale attn weights", "no rope layers"), (None, True, 1)),
     "swiglu limit": (None, 7.0),
 }
-"""Key without its words `is`, `use` and `embedding` -> the values without effect, instead of WITHOUT_EFFECT."""
+"""Words of a key, without `is`, `use` and `embedding(s)` -> its values without effect, which replace WITHOUT_EFFECT."""
 
 
 def refuse_misspelled(path: Path, config: dict[str, Any], optional: Set[str]) -> None:
@@ -60,7 +60,7 @@ def refuse_misspelled(path: Path, config: dict[str, Any], optional: Set[str]) ->
 
 
 def refuse_unread_keys(path: Path, config: dict[str, Any], loaded: Any, tensors: Iterable[str]) -> None:
-    """Raise UserError for other families' keys that would change the computation, unless a similar known key has the value.
+    """Raise UserError for unread keys that would change the computation, unless a similarly named read key has the same value.
 
     Args:
         path: Directory of the checkpoint, for errors.
@@ -122,7 +122,7 @@ def _has_no_effect(words: list[str], value: Any, values: list[Any], tensors: Ite
     """
     if isinstance(value, list) and value and all(item == value[0] for item in value):
         value = value[0]
-    if values:  # names of an activation's approximations start with its name; gated forms have other names
+    if values:  # `gelu` also matches its approximations, such as `gelu_new`; swiglu is a gated silu
         value = {"swiglu": "silu", "geglu": "gelu"}.get(value, value) if isinstance(value, str) else value
         return value in (None, *values) or (isinstance(value, str) and any(str(item).startswith(value) for item in values))
     if isinstance(value, str) and {"norm", "normalization"}.intersection(words):

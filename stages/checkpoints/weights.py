@@ -197,7 +197,7 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
 
 
 def _check_index(info: CheckpointInfo, places: dict[str, str]) -> None:
-    """Raise UserError if the index assigns a tensor to another file than its own."""
+    """Raise UserError if the index omits a tensor, names a missing tensor, or assigns a tensor to the wrong file."""
     if INDEX not in info.other_files:
         return
     weight_map = read_json(info.path, INDEX)["weight_map"]

@@ -43,7 +43,7 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
 
 
 def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> list[str]:
-    """Return the layer types that transformers uses. Raises UserError if layer_types contradicts the key that decides them."""
+    """Return the layer types that transformers uses. Raises UserError if layer_types contradicts a key with precedence."""
     layer_types, window, family = config.get("layer_types"), config.get("sliding_window"), FAMILIES.get(kind)
     if layer_types is not None:
         _check_layer_types(path, layer_types, kind, layers)

@@ -1,8 +1,8 @@
 """Files that are written atomically, shared by several artifacts, or copied into a store.
 
 All hard links to a file change when it is written in place. Artifacts are never written in place, so artifacts of one store
-may share files. They are never linked to a file outside the store, because its owner might overwrite the file, and so the
-served model.
+may share files. They are never linked to a file outside the store, because its owner might overwrite the file, which would
+change the served model.
 """
 
 import contextlib

@@ -122,7 +122,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_json(content: bytes) -> Any:
     """Return the value in the user's JSON file.
 
-    Raises Unreadable if the content is not JSON, is nested too deeply, or holds an unusable number or text.
+    Raises Unreadable if the content is not JSON, is nested too deeply, or has an integer with too many digits or invalid text.
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)

@@ -163,7 +163,7 @@ class Backend(ABC, Generic[C]):
 
     @property
     def measures_rounding(self) -> bool:
-        """Whether the cost of rounding is measured on the baseline, instead of assumed to be `rounding`."""
+        """Whether the rounding error is measured on the baseline. `rounding` is then only its upper bound."""
         return False
 
     @abstractmethod

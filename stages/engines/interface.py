@@ -117,9 +117,9 @@ class Engine(ABC):
         A finished sequence is released at once, and the next prompt takes its slot. At most `max_sequences` sequences are
         active at once. `ended` is called with the number of finished continuations each time that number grows.
 
-        Raises UserError if `prefill` would refuse any of the prompts, before the first one starts. Also raises UserError if
-        logits are not finite, since no token can be picked. `prefill` and `decode` return such logits because an evaluation
-        counts them.
+        Raises UserError before any prompt starts if a prompt is empty or has ids outside the vocabulary, and later if a prompt
+        does not fit into the engine or logits are not finite, since no token can be picked. `prefill` and `decode` return such
+        logits because an evaluation counts them.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if len(limits) != len(prompts) or min(limits, default=1) < 1:
@@ -199,7 +199,7 @@ class Engine(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryReport:
-        """Return the allocated bytes of the cache."""
+        """Return the allocated bytes and pages of the cache, and its number of tokens."""
 
     @abstractmethod
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:

@@ -42,7 +42,7 @@ def join(
     baseline: str,
     samples: str,
 ) -> JoinedEvaluation:
-    """Join the rounds that ran into the report.
+    """Build the report from the rounds that were run.
 
     Args:
         encoded: All samples, including the samples of rounds that did not run.

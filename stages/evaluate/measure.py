@@ -168,7 +168,8 @@ def run_samples(
     See `decode` for `stopping`, `after_prefill` and `one_pass`. Raises UserError if a logit of the baseline is not finite.
 
     Args:
-        logprobs: The baseline's log-probabilities; None if the engine is the baseline, whose own are recorded.
+        logprobs: Log-probabilities to compare with: the baseline's, or the engine's own of an earlier run. None records the
+            log-probabilities of the engine, which is the baseline, and compares it with itself.
         folder: Receives each result as the sample finishes. Samples whose results it already holds are not run.
         repeated: Ids of samples for which a candidate's own log-probabilities are recorded too.
         observe: Called with every step, while its sequences are live.
@@ -224,7 +225,7 @@ def _comparison(
 def _conformance(
     engine: Engine, comparison: Comparison | None, config: WorkloadsConfig, progress: Progress
 ) -> EngineConformance | None:
-    """Return the result of the comparison. Without one: None, or for a quick check an empty result, which no gate passes."""
+    """Return the result of the comparison. If there was none: None, or for a quick check an empty result, which cannot pass."""
     if comparison is None:
         return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_quick_check else None
     comparison.decode_missing()  # requests whose results an interrupted call had saved
@@ -282,7 +283,7 @@ def score_own_answers(
 
 
 def with_own_answer(sample: ScoredSample, stopping: StoppingCriteria) -> EncodedSample | None:
-    """Return the sample with the baseline's own right answer as its reference; None without one, or if the reference is likely.
+    """Return the sample with the baseline's own answer as its reference; None if it is wrong, or if the reference is likely.
 
     A sample with scored `results` keeps its reference, because the token ranges of the results are unknown in another answer.
     """

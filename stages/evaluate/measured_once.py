@@ -125,9 +125,9 @@ def _rerun_samples(
     stopping: StoppingCriteria,
     progress: Progress,
 ) -> list[SampleResult]:
-    """Run samples of the first round again, in other batches or in another way, for the noise floor.
+    """Run samples of the first round again, in batches of another size or token by token, for the noise floor.
 
-    `own_logprobs` are the engine's in the first round, and `batch` is the batch size of that round.
+    `own_logprobs`: the engine's log-probabilities in the first round; `batch`: the batch size of that round.
     """
     label = prefix_labels(progress, "noise floor: ")
     # An engine that serves whole requests would send every single decode step as a request, so it repeats whole requests.

@@ -2,8 +2,8 @@
 
 A sequence holds whole pages, second copies of the pages in the policy's window, and a buffer of exact tokens. The whole pages
 of a prefix that all sequences share are stored once, as `fork` shares pages. A policy may evict tokens, and a model's layers
-may attend to sliding windows. A backend frees the pages either of each layer or of all layers together, as in kvgate's own pool
-(`stages.engines.paged`): then a page stays while any layer needs it (`BackendConfig.shares_pages`).
+may attend to sliding windows. A backend frees pages layer by layer, or for all layers together (`BackendConfig.shares_pages`),
+as kvgate's own pool (`stages.engines.paged`). Together, a page stays while any layer needs it.
 """
 
 from collections.abc import Sequence
@@ -174,7 +174,7 @@ class PolicyCapacity(StrictModel):
     request_bytes: int
     """Bytes per request in addition to its tokens: exact sinks and recent tokens, and second copies of a full window."""
     tokens_that_fit: int
-    """Cache memory divided by bytes per token. Ignores pages and bytes per request; every layer counts as full."""
+    """Cache memory divided by bytes per token. Ignores pages and bytes per request, as if every layer kept all tokens."""
     tokens_at_ceiling: int
     """The ceiling's share of `tokens_that_fit`, to the nearest token."""
     requests: int

@@ -34,7 +34,7 @@ LEAST = 2
 
 
 class Text(NamedTuple):
-    """A tokenized text. Tokens from index `first` on are scored, at least one."""
+    """A tokenized text. The next-token predictions after each token from index `first` on are scored, at least one."""
 
     tokens: tuple[int, ...]
     first: int

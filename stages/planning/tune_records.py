@@ -27,7 +27,7 @@ Place = tuple[int, Side]
 
 
 class TuneConfig(StrictModel):
-    """Formats that the search chooses from, the limit of their cost, and the texts to measure it on."""
+    """Formats that the search chooses from, the maximum KL, and the texts to measure the KL on."""
 
     policies: Annotated[list[str], Field(min_length=2, max_length=16)]
     """Names of uniform policies of conf/kv. Each place gets the format of a policy in this list."""

@@ -258,7 +258,7 @@ class KVPolicy(StrictModel):
         return 0 if self.eviction is None else page_count(self.eviction.sink_tokens)
 
     def latest_tokens(self, shape: KVShape) -> int | None:
-        """Return how many of the latest tokens keep their pages, apart from the sinks; None if all tokens do.
+        """Return how many of the latest tokens keep their pages, apart from the sinks; None if no page leaves with age.
 
         Without eviction the cache keeps the tokens that any layer of the model may still attend to. All layers share their
         pages, so one layer with full attention keeps all tokens. Exact tokens also keep all tokens, because their slots are

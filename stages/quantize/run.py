@@ -132,7 +132,7 @@ def quantized_model(
 ) -> torch.nn.Module:
     """Load a checkpoint and quantize its weights on `device`, without the cache's quantizers.
 
-    Every call returns the same model, on the CPU.
+    Equal arguments give equal weights. The returned model is on the CPU.
     """
     torch.manual_seed(seed)
     progress("loading the checkpoint", 0, 1)

@@ -33,7 +33,7 @@ documents."""
 PASS_STAKES = (0.9, 0.4)
 """Stakes on a mean below the limit, as shares of the maximum that the range allows. Sound engines are far below the limit."""
 UNCAPPED_STAKES = (1.0, 0.15)
-"""Stakes on a mean below the limit without a cap. The first suits few documents; a document beyond its range ends it."""
+"""Stakes on a mean below the limit without a cap. The first suits few documents; one document outside its range ends it."""
 FAIL_STAKES = (0.1, 0.2, 0.4, 0.9)
 """Stakes on a mean above the limit. Small stakes suit a mean that comes almost entirely from a few documents."""
 MIN_T_DOCUMENTS = 36
@@ -113,7 +113,7 @@ class Mean:
         return UNCAPPED_STAKES if self.uncapped else PASS_STAKES
 
     def pass_gains(self, limit: float) -> Array:
-        """Return the gains of a bet that the mean is below `limit`, by document. Values below -limit count as -limit."""
+        """Return the gains of a bet that the mean is below `limit`, by document. Values count as at least `-self.limit`."""
         capped = np.maximum(self.values if self.uncapped else np.minimum(self.values, self.cap), -self.limit)
         return np.asarray((limit - capped) / (self.cap - self.limit))
 

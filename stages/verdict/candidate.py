@@ -14,7 +14,7 @@ from stages.verdict.thresholds import Check, Gate, Status, Verdict
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """Fields of a candidate that come from its verdict."""
 MAX_OPEN_SHARE = 0.1
-"""Maximum share of ruined requests that a PASS may leave open without a remark. About 50 documents without one show less."""
+"""Maximum share of ruined requests that a PASS may leave open without a caveat. About 50 sound documents show less."""
 CITED = ("engine", "baseline", "report", "identity")
 """Fields of a candidate that cite evidence."""
 

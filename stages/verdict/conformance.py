@@ -175,7 +175,7 @@ def allowed(baseline: Sequence[ComparedRequest]) -> float:
     """Return the maximum distance of a candidate in roundings.
 
     It grows with the distance of the FP16 baseline, since an error that the baseline shares is not a fault of the policy. A
-    baseline that is off by more than ALLOWED fails itself.
+    baseline that is off by more than ALLOWED fails its own check.
     """
     worst = max((request.roundings for request in baseline), default=1.0)
     return ALLOWED * min(max(1.0, worst), ALLOWED)

@@ -102,7 +102,7 @@ def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
     """Return the limits that a verdict covers; None if no sample's steps were recorded.
 
     The token limit comes from the samples alone, because only samples of a length show the quality at that length. The batch
-    size does not affect quality, so the batch of the stress test also counts if several of its sequences reached that length.
+    size does not affect quality, so the batch of the stress test also counts if two of its sequences reached that length.
     """
     if samples is None:
         return None

@@ -79,7 +79,7 @@ class StressResult(Record):
     rows: int = 0
     """Number of decoded tokens and prompts that were compared with the reference engine."""
     together: int = 0
-    """Maximum length in tokens that two sequences of one batch reached at the same time."""
+    """Maximum length in tokens that two sequences of a full batch reached at the same time."""
     prompts: int = 0
     """Number of prompts and later prompt chunks whose logits were compared."""
     turns: int = 0
@@ -120,7 +120,7 @@ class FreeAnswers(Record):
 
 
 class FullPool(Record):
-    """Requests in a pool with room for a third of all requests, compared with the same requests in a large pool."""
+    """Requests in a pool that holds a third of their pages, compared with the same requests in a large pool."""
 
     requests_per_round: int
     requests: int = 0

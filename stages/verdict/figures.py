@@ -12,7 +12,7 @@ from stages.verdict.thresholds import Check, Gate
 ALL = "all"
 """`Check.where` of a line on all workloads together."""
 MIN_SOUND_REQUESTS = 60
-"""Requests that pass `max_ruined_share` if none is ruined, although fewer than 161 documents cannot show it statistically."""
+"""Number of requests that pass `max_ruined_share` if none is ruined, although the statistical proof needs 161 documents."""
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,15 @@ RESERVED = 0.1
 """Share of ALPHA that is reserved for evaluations after an INCONCLUSIVE."""
 
 MARGIN = 0.05
-"""Maximum fraction of greedy answers that a candidate may lose. It is not a key: greedy answers flip by chance, and recovery
-has limits of its own."""
+"""Maximum fraction of greedy answers that a candidate may lose. It is not configurable: greedy answers flip by chance, and
+recovery has its own thresholds."""
 
 MIN_TOP10_OVERLAP = 0.8
 """Minimum mean share of the baseline's ten most likely tokens that are among the candidate's ten. SmolLM2 has 0.95 at FP8; the
 must-fail control must be below."""
 
 FAR_KL = 1.0
-"""KL in nats that at most one token in a thousand may exceed. INT4 in groups of 32 on SmolLM2 has 2.9."""
+"""KL in nats that at most one token in a thousand may exceed. For INT4 in groups of 32 on SmolLM2, this KL is 2.9."""
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 LineStatus = Literal["PASS", "FAIL", "INCONCLUSIVE", "WARNING"]
@@ -69,7 +69,7 @@ class Thresholds(StrictModel):
     max_mean_kl: Positive = 0.05
     """Maximum mean KL(baseline || candidate) per workload, nats per token; a document counts at most three times this."""
     max_ruined_share: Margin = 0.025
-    """Share of ruined requests, whose mean KL is above three times `max_mean_kl`, above which a cache fails. 60 requests
+    """Maximum share of ruined requests. The mean KL of a ruined request is above three times `max_mean_kl`. 60 requests
     without a ruined one are enough for a PASS. They show only a share below 7 % if they are from 60 documents, and below 30 %
     if they are from 15."""
     allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False)] = ()
@@ -156,7 +156,7 @@ class Verdict(Record):
 
     status: Status
     reasons: list[str]
-    """Reasons of the failed checks; without failures, of the inconclusive checks; without these, of the passed checks."""
+    """Reasons of the failed checks, or else of the inconclusive checks, or else of recovery (without recovery, of all)."""
     checks: list[Check]
     warnings: list[str] = Field(default=[])
     """Reasons of the checks with a WARNING, which do not affect the verdict."""

@@ -137,7 +137,7 @@ class SpeculationConfig(StrictModel):
 
 
 def more_documents(needed: Mapping[str, int]) -> list[str]:
-    """Return the override that asks the `needed` questions about long documents; empty if no workload is a length."""
+    """Return the override for the `needed` questions about long documents; empty if `needed` names no long workload."""
     counts = [count for name, count in needed.items() if name.startswith(LONG)]
     return [f"workloads.length_documents={-(-max(counts) // LONG_QUESTIONS)}"] if counts else []
 

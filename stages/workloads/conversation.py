@@ -24,9 +24,9 @@ class Slot:
         return f"{self.workload}-{self.index:04d}"
 
     def rng(self, name: str = "") -> random.Random:
-        """Return this sample's random generator. With a `name`, samples of all workloads with the same index draw the same.
+        """Return this sample's random generator, seeded with the text of split, workload, seed and index.
 
-        The seed is the text of split, workload (or `name`), seed and index, so that no other samples draw the same.
+        A `name` replaces the workload in this text, so that samples of all workloads with the same index draw the same numbers.
         """
         return random.Random(f"{self.split}:{name or self.workload}:{self.seed}:{self.index}")
 

@@ -74,7 +74,7 @@ def make_questions(document: Slot, prose_words: int, texts: Sequence[str] | None
 
     Args:
         document: A slot of `document_slot`.
-        texts: Words to quote from a random position on, each followed by its white space; None for Python's documentation.
+        texts: Words with their white space, quoted cyclically from a random position on; None for Python's documentation.
     """
     rng = document.rng()
     codes, stated, homes, wares, thirds = _records(rng)

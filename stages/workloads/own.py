@@ -12,8 +12,8 @@ TEXT_SUFFIXES = (".txt", ".md")
 WORD = re.compile(r"\S{1,8}\s*")
 """Up to 8 characters of a word, and white space after the word. Some languages put no spaces between words."""
 TOKENS_PER_WORD = 4
-"""Maximum tokens per ASCII word; other words have up to three tokens per character. Texts are refused as too short only if they
-cannot fill a document even at these rates."""
+"""Assumed tokens per ASCII word, a high estimate for prose; other words count as three tokens per character. Texts are refused
+as too short if they cannot fill a document even at these rates."""
 
 
 def own_files(key: str, path: Path) -> list[Path]:

@@ -11,8 +11,8 @@ the order of the tool's declaration.
 **Dialogues**: the user states facts, updates some facts in later turns, then asks for some. A fact is stated as
 `gate.code=4821` and updated as `gate.code->7310` at most once, so that the answer is unambiguous.
 
-The word lists are small on purpose. Values repeat between records, so that a model that attends to a wrong but similar place
-gives a wrong answer instead of a right answer by luck.
+The word lists are small on purpose: many records look alike, so that a model easily attends to a wrong but similar place, and
+then gives a wrong answer.
 """
 
 import random

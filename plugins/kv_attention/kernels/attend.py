@@ -78,8 +78,8 @@ def attend_tile(
 ):  # fmt: skip
     """Attend to tile number `block` of a pool, which is T tokens of a (page, head). Returns the new m, l, unit and sums.
 
-    MASKED: read only tokens that are `visible` (T). `unit`: bits of a float32 power of two; if value scales are folded into
-        p, it is the unit of `sums`.
+    MASKED: read only tokens that are `visible` (T). `unit`: bits of a float32 power of two, the unit of `sums` if value
+    scales are folded into p.
     """
     STREAMS: tl.constexpr = streams_of(VALUE)
     W: tl.constexpr = D // STREAMS

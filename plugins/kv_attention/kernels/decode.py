@@ -13,7 +13,7 @@ sequence begins with one more part, for these tokens, and the number is p + 2 b 
 
 One program attends with one KV head to its share of all sequences' pages, sequence by sequence. Operands are swapped: scores
 (T, N) = keys (T, D) x query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix
-instruction's N of 8, and no padding is computed if G is 8.
+instruction's dimension N, whose size is 8: with G = 8, no padding is computed.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
 precision down to 2^-29 of the largest. A value scale is folded into p, divided by this part's largest scale so far, rounded

@@ -33,7 +33,7 @@ ROTATED = {".attn_q.weight": "num_attention_heads", ".attn_k.weight": "num_key_v
 
 
 class _OutOfRange(Exception):
-    """A value that is finite in the file but not in the written type."""
+    """A value that is not finite in the written type."""
 
 
 def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:

@@ -76,7 +76,8 @@ class ModelShape:
     def weight_bytes(self, weights: WeightsFormat, ranks: int) -> int:
         """Return the bytes of the weights on each GPU, in the served format.
 
-        Matrices are divided over the GPUs, vectors such as norms are copied. Embeddings and the LM head are never quantized.
+        Matrices are divided over the GPUs, key and value projections (and their biases) by KV heads.
+        Other vectors, such as norms, are copied. Embeddings and the LM head are never quantized.
 
         Raises:
             UserError: for a family whose weights are not counted.
@@ -96,7 +97,7 @@ class ModelShape:
 
 
 def _stored_bytes(shape: Shape, weights: WeightsFormat) -> float:
-    """Return the bytes of a tensor with its scales: FP8 has a scale per tensor, INT8 a scale per row."""
+    """Return the bytes of a tensor with its scales: FP8 has one per tensor, INT8 per row, INT4 per AWQ_BLOCK inputs."""
     numbers = prod(shape)
     scales = {"none": 0, "fp8": 4, "int8_sq": 4 * shape[0], "int4_awq": 2 * numbers // AWQ_BLOCK}
     return numbers * BITS[weights] / 8 + scales[weights]

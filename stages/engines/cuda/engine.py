@@ -42,8 +42,8 @@ def load_engine(
 class KernelEngine(Engine):
     """An engine over the attention kernels.
 
-    It deliberately has no `forced` method: one pass over a whole sequence would bypass the judged decode kernels, which
-    forced decoding step by step uses.
+    It deliberately has no `forced` method: one pass over a whole sequence would bypass the decode kernels. They are judged by
+    forced decoding step by step.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ def plan_pass(lengths: Sequence[int], chunk: int, max_tokens: int) -> list[tuple
     """Return (index of the sequence, number of tokens to store) for every sequence that takes part in a pass.
 
     A prompt is always cut into the same chunks, because its tokens attend to earlier chunks through the quantized
-    cache. Other sequences therefore affect only the order of sums in its logits. Sequences with one remaining token come first,
-    because they decode, and must not wait.
+    cache. Other sequences therefore affect the prompt's logits only by the order of sums. Sequences with one remaining token
+    come first, because they are decoding and must not wait.
     """
     planned: list[tuple[int, int]] = []
     tokens = 0

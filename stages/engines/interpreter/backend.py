@@ -48,7 +48,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
         return None
 
     def _check_checkpoint(self, job: Job, instead: str = "") -> None:
-        """Raise UserError if the library cannot serve the unmodified checkpoint; `instead` is appended to the hint."""
+        """Raise UserError for untested attention, or for weights that kvgate should quantize. `instead`: end of the hint."""
         refuse_other_attention(job.checkpoint, f"backend={self.config.name} was not tested with this")
         if job.weights != "none":
             raise UserError(

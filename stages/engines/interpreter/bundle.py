@@ -53,7 +53,7 @@ def copy_linking_weights(names: Iterable[str], source: Path, out: Path) -> None:
 
 
 def resolve(interpreter: Interpreter, checkpoint: Path, field: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments as the library resolves them for a checkpoint. The worker receives them as `field`.
+    """Return arguments as the library resolves them for a checkpoint. `field` names the arguments in the request to the worker.
 
     Raises UserError if the library refuses or changes an argument.
     """

@@ -77,7 +77,7 @@ def cache_types(policy: KVPolicy, head_dim: int) -> dict[Side, str]:
 
 
 def rotates(policy: KVPolicy, head_dim: int) -> bool:
-    """Return whether quantized keys and values are rotated, as llama.cpp does unless LLAMA_ATTN_ROT_DISABLE is set.
+    """Return whether a policy rotates quantized keys and values, as llama.cpp does unless LLAMA_ATTN_ROT_DISABLE is set.
 
     Raises UserError for a rotation that llama.cpp does not perform. It rotates either all quantized sides or no side: keys in
     blocks of the largest power of two that divides head_dim, values in blocks of 64.
@@ -139,8 +139,8 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
     running_keys = ("threads",)
     gguf: Path
     rounding = ROUNDING["bfloat16"]
-    """bfloat16 has a comparable rounding error: before a product with quantized weights, llama.cpp rounds the activations to
-    blocks of 8 bits. With 16-bit weights the error is smaller. `measures_rounding`: the baseline's error is measured."""
+    """Upper bound: before a product with quantized weights, llama.cpp rounds the activations to blocks of 8 bits, with an error
+    like bfloat16's. With 16-bit weights the error is smaller; `measures_rounding` measures it on the baseline."""
     measures_rounding = True
 
     def check_inputs(self, job: Job) -> None:
@@ -164,7 +164,7 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
                 )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the checkpoint that the reference engine loads, and the digest of the GGUF that the bundle contains."""
+        """Return the reference engine's checkpoint with the digest of the GGUF, and set `gguf` for `write_served`."""
         self.gguf = artifacts.source_path
         return Source(super().source(artifacts, policy).path, artifacts.digest_of(self.gguf))
 

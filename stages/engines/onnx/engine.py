@@ -34,7 +34,7 @@ ORT_ERROR_SEVERITY = 3
 
 
 class GraphSession:
-    """Runs a graph on arrays in place."""
+    """Runs a graph on numpy arrays, which are bound by address."""
 
     def __init__(self, path: Path, threads: int, *, model: onnx.ModelProto | None = None, library: Path | None = None) -> None:
         """Load a graph.

@@ -200,7 +200,7 @@ def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
 
 
 def _beyond_gap(body: Body, eviction: Eviction, positions: str) -> str:
-    """Return the mask of the positions outside the eviction's gap; all positions until the gap has left the window."""
+    """Return the mask of the positions outside the eviction's gap; of all positions while the window still has a part of it."""
     gap = eviction.gap
     sink = body.op("Less", positions, body.const(gap.start, "int32"))
     later = body.op("GreaterOrEqual", positions, body.const(gap.stop, "int32"))

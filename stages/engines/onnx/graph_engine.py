@@ -55,7 +55,7 @@ class PagedEngine(ChunkedEngine):
         return self.prefixes.begin(prompt)
 
     @property
-    def keeps_prefixes(self) -> bool:  # type: ignore[override]  # a subclass's may change while it runs
+    def keeps_prefixes(self) -> bool:  # type: ignore[override]  # a property, because `prefixes` may change
         return self.prefixes is not None
 
     def forget_prefixes(self) -> None:

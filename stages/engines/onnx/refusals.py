@@ -33,7 +33,7 @@ def refuse_heavy_tokens(policy: KVPolicy) -> None:
 
 
 def refuse_bfloat16(compute_dtype: str) -> None:
-    """Raise UserError for bfloat16, which only TensorRT runs."""
+    """Raise UserError for bfloat16, which ONNX Runtime does not support."""
     if compute_dtype == "bfloat16":
         raise UserError(
             "backend.compute_dtype=bfloat16: ONNX Runtime lacks bfloat16 kernels for most of a decoder's operators; set "

@@ -94,8 +94,8 @@ def _preempt(engine: PooledEngine, request: Continuation) -> None:
 def limited_pool(engine: PooledEngine, pages: int | None) -> Iterator[None]:
     """Within this context, limit the engine's pool to `pages` more pages and enable prefix caching.
 
-    None: no limit and no prefix caching. Prompts are always prefilled in chunks of one page, so that prefixes of one page can
-    be reused.
+    If `pages` is None, the pool's limit stays unchanged and prefix caching is disabled. Prompts are always prefilled in chunks
+    of one page, so that prefixes of one page can be reused.
     """
     chunk, prefixes, max_pages = engine.prefill_chunk, engine.prefixes, engine.pool.max_pages
     try:

@@ -76,7 +76,7 @@ PARTS = (EVICTED, "sinks", "base", EVICTED, "base", "window", "recent", "chunk")
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [begin, end) of a sequence: a chunk after `start` cached tokens, or (start=None) decoded tokens, each a chunk."""
+    """Rows [begin, end) of a sequence: one chunk after `start` cached tokens or, if `start` is None, decoded tokens."""
 
     begin: int
     end: int

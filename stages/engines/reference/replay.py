@@ -133,7 +133,7 @@ class OnePassView(BlockView):
         return sources
 
     def _replace_codes(self, layer: int, side: Side, copies: Copies, x: Tensor, copy: StoredCopy) -> Copies:
-        """Record this row's errors; return the reference engine's own copy with the engine's tokens, except evicted tokens.
+        """Record this row's errors; return the reference engine's copy with all kept tokens taken from the other engine.
 
         The undisturbed row records errors of the engine's copy, the disturbed row errors of the reference engine's copy.
         """

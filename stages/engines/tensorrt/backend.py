@@ -143,7 +143,7 @@ def built_policies(job: Job) -> list[KVPolicy]:
 
 
 def refuse_caches(job: Job) -> None:
-    """Raise UserError if TensorRT lacks a type, or if a layer does not attend to all tokens.
+    """Raise UserError if the plans cannot compute or store a format, or if a layer does not attend to all tokens.
 
     The engine derives positions from its pages, so it cannot skip tokens.
     """
@@ -178,7 +178,7 @@ def refuse_targets(policy: KVPolicy, targets: list[int]) -> None:
 
 
 def cuda_gpu() -> dict[str, str]:
-    """Return CUDA's first GPU, on which and for which plans are built. Raises MissingRequirement if there is no GPU."""
+    """Return CUDA's current GPU, which builds and runs the plans. Raises MissingRequirement if there is no GPU."""
     devices = gpus()
     if not devices:
         raise MissingRequirement(

@@ -77,9 +77,9 @@ def register() -> None:
 
 
 def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: PlanLimits, sm: int) -> dict[Mode, int]:
-    """Return the counts that fill this GPU: the minimum over all layouts.
+    """Return the number of programs (decode) and of splits (prefill) that fill this GPU, the minimum over all layouts.
 
-    For decode: programs over a KV head's pages. For prefill: splits over a sequence's pages for a whole chunk.
+    Programs share a KV head's pages. Splits share a sequence's pages when a whole chunk is prefilled.
     """
     import torch
 

@@ -76,7 +76,7 @@ class TorchPool(PagedPool):
         return cast(dict[str, torch.Tensor], self.arrays)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        # Byte types have the same name in numpy and torch; FP8 codes are uint8.
+        # The types have the same names in numpy and torch, because FP8 codes are stored as uint8.
         kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, np.dtype(dtype).name)
         return torch.zeros(shape, dtype=kind, device=self.device)
 

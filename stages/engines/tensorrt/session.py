@@ -174,8 +174,8 @@ class PlanSession:
         config = self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self.library.name == "tensorrt_rtx":
-            # By default it compiles in the background and runs other kernels until then. Equal calls could return different
-            # logits, and a graph that was captured early would keep the slow kernels.
+            # By default TensorRT for RTX compiles in the background and runs other kernels until then. Equal calls could return
+            # different logits, and a graph that was captured early would keep the slow kernels.
             eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = eager
             if self._compiled is None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from stages.engines.reference.engine import TorchEngine
 
 FLOAT16_WEIGHTS = 2.0**-17
-"""Rounding error with float32 activations on a GPU, whose kernels round attention weights to float16: twice the error
-on an H200, where the median KL with an FP16 cache (4e-8) equals the KL of a rounding error of 2^-18."""
+"""Rounding error with float32 activations on a GPU, whose kernels round the softmax's weights to float16. It is twice the
+error on an H200, where the median KL with an FP16 cache, 4e-8, is the KL that a rounding error of 2^-18 causes."""
 
 
 class TorchBackend(Backend[TorchConfig]):
@@ -92,7 +92,7 @@ class TorchBackend(Backend[TorchConfig]):
             )
 
     def _finds_gpu(self) -> bool:
-        """Return whether the engine runs on a GPU: on the GPU that torch finds if the device is auto.
+        """Return whether the engine runs on a GPU. With device=auto it does if torch finds a GPU.
 
         Raises MissingRequirement if a GPU is requested or found but unusable.
         """

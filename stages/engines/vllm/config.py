@@ -30,7 +30,7 @@ class VllmConfig(InterpreterConfig):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
     """Workers that split the model and its KV heads: one per GPU, or processes on a CPU."""
     kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] | None
-    """GiB of cache per worker. null: vLLM's own default when serving, the memory that gpu_memory_utilization leaves; an
-    evaluation then takes 2 GiB, or room for two of the longest sequences in 16 bits."""
+    """GiB of cache per worker. null: when serving, vLLM's default, the memory that gpu_memory_utilization leaves; in an
+    evaluation, room for two of the longest sequences in 16 bits, but at least 2 GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     """Fraction of a GPU's memory that vLLM may use."""

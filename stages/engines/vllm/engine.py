@@ -51,7 +51,7 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
     """vLLM stores each token's key and value before attention, which reads only the cache, even for prompts."""
 
     full_pool_requests = 24
-    """Default of the stress test: vLLM serves from a full pool, and most reported bugs of its cache occur there."""
+    """Default of `workloads.full_pool`. In production vLLM serves from a full pool, where most reported cache bugs occur."""
 
     def __init__(self, bundle: Path, config: VllmConfig) -> None:
         super().__init__(bundle, config)

@@ -3,7 +3,7 @@
 Two of three requests are watched, the others are unrelated. The order is random. The crowd runs twice. In the second run, the
 watched requests are the same, in the same order, and the unrelated requests have the same lengths but different tokens. No
 watched logit may change: even a small change must come from a page, row or buffer of another request, live or released. In
-the second run, idle sequences hold one page each, so that the crowd's page numbers exceed 255 and the page numbers of the
+the second run, idle sequences hold one page each, so that the crowd gets page numbers above 255, and above those of the
 largest batch. If watched logits change, the first run is repeated unchanged, to measure the noise of a nondeterministic engine.
 """
 
@@ -98,7 +98,7 @@ def wear(test: StressTest) -> None:
         if STATM.exists() and 4 * (number + 1) // count > len(resident):
             resident.append(resident_bytes())
     largest = max(float(np.abs(mark).max()) for marks in first for mark in marks)
-    noise = float(np.median(changed[2 * len(first[0]) :]))  # the first two requests were compared with themselves
+    noise = float(np.median(changed[2 * len(first[0]) :]))  # the first run of each pair was compared with itself
     allowed = max(NOISE * noise, test.engine.logit_step * largest)
     wrong = ~(np.array(changed) <= allowed)
     if wrong.any():

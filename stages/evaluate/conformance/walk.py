@@ -149,7 +149,7 @@ class Walk:
                 self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
-        """Decode all rows twice, in the last step's order and in a new one, or some rows, often after two batches in turns."""
+        """Decode all rows twice, in the last and in a new order, or only some rows, often after two alternating batches."""
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
         rows = self._reordered(same)
         if self.rng.random() < 1 / 2:
@@ -287,7 +287,7 @@ class Walk:
         self._release(count - (self.test.largest - len(self.rows)), *staying)
 
     def _release(self, count: int, *staying: ForcedSequence) -> None:
-        """Release up to `count` random rows, but few of the longest rows."""
+        """Release up to `count` random rows: not the conversation or `staying`, and rarely one of the longest."""
         longest = sorted(self.rows, key=lambda row: -len(row.tokens))[: self.test.largest // 3]
         kept = {self.talker, *staying, *(row for row in longest if self.rng.random() < 15 / 16)}
         leaving = [row for row in self.rows if row not in kept]

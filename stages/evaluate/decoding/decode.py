@@ -128,7 +128,7 @@ def shares(engine: Engine, batch_size: int) -> bool:
 
 
 def _has_room(engine: Engine, batch_size: int) -> bool:
-    """Return whether the engine can fork and has room for a full batch, a fork per sequence, and a document."""
+    """Return whether the engine can fork and has room for a full batch, a fork per sequence, and a shared prefix."""
     return isinstance(engine, SupportsFork) and (engine.max_sequences is None or engine.max_sequences > 2 * batch_size)
 
 

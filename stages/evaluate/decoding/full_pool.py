@@ -34,7 +34,10 @@ NamedRequest = tuple[str, ForcedRequest]
 
 
 def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> FullPool | None:
-    """Send requests made of samples to an engine with a small pool; return None if `count` is 0."""
+    """Send requests made of samples to an engine with a small pool; return None if `count` is 0.
+
+    If the engine's pool cannot be made small, the record has no requests.
+    """
     if not count:
         return None
     if not isinstance(engine, SupportsFullPool):
@@ -100,7 +103,7 @@ def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequenc
 
 
 def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int | None) -> Iterator[NamedRequest]:
-    """Yield requests: samples of more than three pages (or else the longest quarter), then mixtures of their halves.
+    """Yield requests: samples of more than three pages (at least the longest quarter), then mixtures of their halves.
 
     The mixtures share their first page with another prompt. A request decodes at least a page of tokens, so that it needs a new
     page while it is decoded.

@@ -52,7 +52,7 @@ def _acceptance(baseline: JudgedAnswer, candidate: JudgedAnswer) -> dict[str, Ac
 def make_row(
     item: EncodedSample, steps: StepStatistics, baseline: JudgedAnswer | None, candidate: JudgedAnswer | None
 ) -> SampleRow:
-    """Build the row of a sample from the engines' answers, which are None if the sample is not judged."""
+    """Build the row of a sample. The answers are None if the sample is not judged, or if none were generated."""
     sample = item.sample
     return SampleRow(
         id=sample.id,

@@ -102,8 +102,8 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
 
     Returns None if the cache is in another process, if the platform has no STATM, or if the engine refuses the sequences.
 
-    A sequence of the same length is prefilled and released twice before, to allocate the buffers of prefills and measure noise.
-    Then the sequences are held twice. The first growth includes hidden copies that live as long as the pool. The second growth
+    First, one such sequence is prefilled and released twice, to allocate the buffers of prefills and to measure the noise.
+    Then all sequences are held twice. The first growth includes hidden copies that live as long as the pool. The second growth
     includes only copies that are freed with their sequences, and shows them even if the pool already had its full size.
     """
     if isinstance(engine, SupportsRequests) or not STATM.exists():

@@ -42,7 +42,7 @@ MIN_REST_MASS = 1e-15
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Statistics of scored tokens. Every array has shape (tokens,). Tokens with a non-finite logit are NaN."""
+    """Statistics of scored tokens, of shape (tokens,). A non-finite candidate logit makes all but `baseline_nll` NaN."""
 
     kl: Array
     """KL divergence of the candidate from the baseline, in nats."""
@@ -96,7 +96,7 @@ class Distributions:
         return logits - log_total, rest / total, self._peaks[row] + log_total
 
     def top_tokens(self, row: int) -> npt.NDArray[np.integer]:
-        """Return the tokens to keep, most likely first: the fewest with a rest of at most REST_MASS, from TOP_K to the cap."""
+        """Return the most likely tokens: the fewest that leave at most REST_MASS, but at least TOP_K and at most the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
         min_count, cap = min(TOP_K, vocab), max_kept_tokens(vocab)
@@ -164,7 +164,7 @@ class SampleLogProbs:
 LOGPROB_ARRAYS = tuple(item.name for item in fields(SampleLogProbs))
 
 LogProbsReader = Callable[[str], SampleLogProbs]
-"""Returns the baseline's log-probabilities of a sample, given the sample's id."""
+"""Function that returns the stored log-probabilities of a sample, given the sample's id."""
 
 
 def truncate_row(distributions: Distributions, row: int, token: int) -> LogProbs:

@@ -12,7 +12,7 @@ from stages.workloads.long import document_slot, make_questions
 from stages.workloads.own import document_words
 
 SLACK = 32
-"""Maximum tokens that the longest question leaves of a document's length: less than a page, because a promotion compares the
+"""Maximum unused tokens of a document's length with its longest question: less than a page, because a promotion compares the
 judged length with the engine's limit in whole pages."""
 TOKENS_PER_WORD = 1.5
 """First estimate for prose, until the texts are measured."""
@@ -71,7 +71,10 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
 def _longest(
     documents: Sequence[Slot], tokenizer: PromptTokenizer, config: WorkloadsConfig
 ) -> tuple[dict[Slot, int], dict[Slot, int]]:
-    """Return for each document the index of its longest question, and that question's tokens with a document without prose."""
+    """Return two maps by document: the index of its longest question, and the tokens of that question without any prose.
+
+    Raises UserError if a length leaves less than a page for prose.
+    """
     sizes = _sizes([sample for document in documents for sample in make_questions(document, 0)], tokenizer, config)
     by_document = {document: sizes[i * LONG_QUESTIONS : (i + 1) * LONG_QUESTIONS] for i, document in enumerate(documents)}
     bare = {document: max(lengths) for document, lengths in by_document.items()}

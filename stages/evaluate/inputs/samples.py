@@ -164,7 +164,7 @@ _RIGHT = {
     "tool_call": 'give {"name": ..., "arguments": {...}} of one of the tools, with exactly its arguments',
     "mention": "give only words of the reference as mentions (default: the whole reference), and no such word as a distractor",
 }
-"""Check -> what makes a reference right."""
+"""Check -> fix for a reference that the check itself judges wrong."""
 
 
 def _contradictions(sample: Sample) -> Iterator[str]:

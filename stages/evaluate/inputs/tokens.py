@@ -94,7 +94,7 @@ class EncodedSample:
     reference: tuple[int, ...]
     """Tokens that are forced and scored, with the stop token at the end if the sample is judged."""
     shared: int = 0
-    """Tokens at the start of the prompt that other samples of the document share; 0 if they are too few to share."""
+    """Tokens at the start of the prompt that other samples of the document share; 0 if they are fewer than a page."""
     replaced: int = 0
     """Number of tokens in the original reference if the baseline's right answer replaces it; else 0."""
     results: tuple[tuple[int, int], ...] = ()

@@ -116,7 +116,7 @@ def _add_advice(check: Check, numbers: Mapping[str, int], attempt: int | None) -
 
 
 def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) -> Verdict:
-    """Return the verdict: the worst status of all checks, with the reasons of the checks that have this status."""
+    """Return the verdict: the worst status of all checks, with its reasons (of recovery, if all checks pass)."""
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"

@@ -12,7 +12,7 @@ SHOWN = 4
 
 
 def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
-    """Yield a FAIL if any request of an engine differs from the reference engine by more than rounding."""
+    """Yield a check per engine: FAIL if a request differs by more than rounding, INCONCLUSIVE if none was compared."""
     record = evidence.report.conformance
     if record is None:
         return

@@ -74,7 +74,7 @@ def random_model(family: str, **changes: Any) -> PreTrainedModel:
 
 
 def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32", **metadata: Any) -> Path:
-    """Write a model as a GGUF. A quantized `kind` also replaces the model's matrices by the file's dequantized ones.
+    """Write a model as a GGUF. Also replace the model's weights by the file's dequantized values.
 
     Args:
         path: The file.
@@ -136,7 +136,7 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
 def write_checkpoint(path: Path, checkpoint: Path, kind: str = "F16") -> Path:
     """Write a Llama checkpoint with a byte-level BPE as a GGUF.
 
-    Its tokenizer splits texts as GPT-2's does, and the model answers worse than with its own.
+    The file's tokenizer splits texts as GPT-2's does. With it the model answers worse than with the checkpoint's tokenizer.
     """
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Fast fake stages under the real chain: recipes, store and rounds are the real ones, and so are the signatures.
 
-Bytes depend on the same inputs as in the real stages: scales of calibrated formats on the texts, weights only on the
+The content of files depends on the same inputs as in the real stages: calibrated scales on the texts, weights only on the
 checkpoint, measurements on the time of the run.
 """
 
@@ -142,7 +142,7 @@ def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KE
 
 
 def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the real function's parameters that passes the fake only the arguments that the fake names."""
+    """Return a function that takes the real function's parameters and passes on only the arguments that the fake names."""
     real, parameters = real_signature(module, name), signature(fake).parameters
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -153,7 +153,7 @@ def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., A
 
 
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the real stages by the fakes. Calls that a real function would refuse fail; calls of classes are left to mypy."""
+    """Replace the real stages by the fakes. Calls of functions must fit the real signatures; classes are unchecked."""
 
     def fake(module: str, **fakes: Any) -> None:
         functions = {name: checked(module, name, value) if name.islower() else value for name, value in fakes.items()}

@@ -2,7 +2,8 @@
 
 An operation is a write, rename, link or removal below a folder, or a change of a run's state. The faults are injected in a
 forked child: an audit hook (PEP 578) sees each of Python's file system calls in advance, and can fail the call or end the
-process. The hook does not see SQLite's own writes; the calls of MLflow's client stand for them.
+process. The hook does not see SQLite's own writes, so each writing call of MLflow's client counts as
+one operation.
 """
 
 import errno

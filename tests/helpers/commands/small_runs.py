@@ -1,7 +1,6 @@
-"""The path from a checkpoint to a registered candidate with fake work in its stages. All written files are real.
+"""The path from a checkpoint to a registered candidate, with fake work in its stages and real files.
 
-They are artifacts, links, a resumable evaluation, the candidate's run with its stages, the registered version,
-summary.json.
+The files are artifacts, links, a resumable evaluation, the candidate's run, its registered version, and summary.json.
 """
 
 import json

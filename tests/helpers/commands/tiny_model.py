@@ -33,7 +33,7 @@ FEW = [
 
 
 MAX_SECONDS = 1200
-"""Seconds after which a command hangs, also on a machine that is busy with other tests."""
+"""Seconds after which a command counts as hanging, even on a machine that is busy with other tests."""
 SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", "PGPASSWORD": "hunter2-password"}
 
 
@@ -49,7 +49,7 @@ def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
 def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None) -> Ended:
     """Run `python -m pipeline` in a fork of the test process, where imports that take seconds are already done.
 
-    Its steps that need a child process run in the fork. In `make test-long` they have their child processes.
+    Steps that need a child process run in the fork itself. `pipeline` starts the real child processes.
     """
     for module in HEAVY:
         import_module(module)

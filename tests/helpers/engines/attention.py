@@ -78,7 +78,7 @@ class AttentionCase:
 
     @property
     def mode(self) -> Mode:
-        """Return the graph whose attention this is: decode for one new token, else prefill."""
+        """Graph that this attention belongs to: decode for one new token, else prefill."""
         return "decode" if self.tokens == 1 else "prefill"
 
     @property

@@ -76,7 +76,7 @@ SHIPPED = [
     for policy in map(conf_policy, shipped.SHIPPED)
     if policy.name != "int4_g128" and not any(form.code.reference_only for _, form in policy.formats)
 ]
-"""Every shipped policy that heads of 64 channels and ONNX graphs support."""
+"""Every shipped policy that fits heads of 64 channels and that ONNX graphs support."""
 
 COMBINED = [
     KVPolicy(name="e5m2_calibrated", key=fmt("fp8_e5m2", "per_tensor"), value=fmt("fp8_e5m2", "per_head")),

@@ -1,4 +1,4 @@
-"""A hand-written quantized checkpoint with its two exports. Names and shapes are ModelOpt's, which would take longer."""
+"""A hand-written quantized checkpoint with its two exports. Names and shapes equal ModelOpt's, whose own export is slow."""
 
 import json
 from pathlib import Path

@@ -45,7 +45,7 @@ RULES = {
     "model_executor/model_loader/weight_utils.py": ("maybe_remap_kv_scale_name",),
     "v1/sample/sampler.py": ("Sampler.apply_logits_processors",),
 }
-"""Functions whose rules stages/engines/vllm/audit.py and the worker repeat."""
+"""Functions whose rules stages/engines/vllm/audit.py and the worker reimplement."""
 
 
 SAMPLING = ("temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "extra_args")

@@ -35,7 +35,7 @@ def add_int2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_format() -> list[Format]:
-    """Return all formats that stages.policies.formats.Format accepts."""
+    """Return all formats of kvgate's own arithmetic that Format accepts, except llama.cpp's types."""
     formats = []
     rotations, sources = get_args(Rotation), get_args(ScaleSource)
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")

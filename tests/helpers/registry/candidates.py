@@ -139,7 +139,7 @@ class MemoryRegistry:
         return self.add(judged.model_copy(update={"checks": checks}))
 
     def change(self, version: str, **changes: Any) -> Candidate:
-        """Change the evidence of a version; return its candidate."""
+        """Replace fields of a version's candidate; return the changed candidate."""
         self.candidates[version] = self.candidates[version].model_copy(update=changes)
         return self.candidates[version]
 

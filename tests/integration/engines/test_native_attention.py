@@ -21,7 +21,7 @@ from stages.engines.onnx.native_rewrite import refusals, use_kernel
 from stages.policies.policy import KVPolicy
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
-"""Lengths around the ends of pages, with one or several pages in a window of 64 or 128 tokens, and in units of 256 tokens."""
+"""Lengths around page ends: windows of 64 or 128 tokens have one or several pages, and sequences 1 to 3 units of 4 pages."""
 CHUNK = 145
 """Tokens of a prompt's chunk: blocks of 64, and a last block of 17."""
 HEADS = Heads(4, 2, 64)

@@ -1,6 +1,7 @@
-"""Bundles, exports and prefixes of the embedded engines, the ONNX engine's refusals, and its state afterwards.
+"""The ONNX engine: refusals, the state after a refusal, bundles, forks and batches. Also bundles of backend=torch.
 
-Policies: test_onnx_policies.py. Families: test_families.py."""
+Policies: test_onnx_policies.py. Families: test_families.py. Prefixes: test_prefixes.py.
+"""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Graphs and bundles with the attention plugin: its nodes receive what the replaced functions computed with."""
+"""Graphs with the attention plugin: its nodes receive the same inputs as the functions that they replace."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -153,7 +153,7 @@ def exact_ties(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("key", "value"), [("fp8_e4m3 token", "int4 32"), ("int8 token", "fp8_e4m3 token")])
 def test_quotients_round_once(key: str, value: str) -> None:
-    """Check x / scale and amax / limit as correctly rounded divisions. Multiplying by a reciprocal is not."""
+    """Check that x / scale and amax / limit are rounded once. Multiplying by a reciprocal would round twice."""
     shape = (1, 8, 8, 128)
     check(CacheLayout(8, 128, side(key), side(value)), exact_ties(key, shape, 0), exact_ties(value, shape, 1), [3] * 8)
 

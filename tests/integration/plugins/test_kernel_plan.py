@@ -1,7 +1,6 @@
-"""A launch: refusals, and work divided by the lengths: every program's reads, partial results, any page table.
+"""Refused launches, and the work list of a decode step: pages are read once, all parts are joined, no program is overloaded.
 
-The device has the numbers of an H100: 132 SMs with 7 programs each, and 8 KV heads. Legend: H KV heads, W programs over the
-pages of a KV head.
+The device has the numbers of an H100: 132 SMs with 7 programs each. The model has 8 KV heads.
 """
 
 from collections import Counter

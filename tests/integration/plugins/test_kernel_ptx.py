@@ -1,4 +1,4 @@
-"""The inline PTX of the decode kernels, emulated for every byte. Triton's interpreter runs plain arithmetic instead."""
+"""The inline PTX that decodes codes, emulated for every byte, because Triton's interpreter cannot run it."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""dry=true writes nothing, shows what each job makes and reuses, lists all problems, and returns the certain exit code."""
+"""dry=true writes nothing, shows what jobs make and reuse, lists all problems, and predicts the exit code if it is certain."""
 
 import json
 import os

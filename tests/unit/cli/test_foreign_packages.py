@@ -1,4 +1,4 @@
-"""The script `kvgate` if another distribution's package shadows kvgate's own."""
+"""The script `kvgate` refuses to run if another distribution's package shadows a package of kvgate."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every ending names the next command. The printed command must compose, and its inputs must exist."""
+"""Every command prints a next command when it ends. The printed command must compose, and its inputs must exist."""
 
 import json
 import math

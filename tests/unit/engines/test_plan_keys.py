@@ -31,7 +31,7 @@ class _Library:
 
 
 class _Made(EngineSteps):
-    """A chain with existing inputs of plans."""
+    """Chain steps whose quantized scales and ONNX bundles are empty artifacts."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
         return make_artifact(

@@ -131,7 +131,7 @@ SPANS = [
 ]
 
 SLIDES = (None, 7, 70, 1, None, 1000, 70, None, None, 7)
-"""Sliding windows of a policy's layers."""
+"""Sliding window of the tested layer, one per policy of POLICIES; None for full attention."""
 
 
 def evicts(policy: KVPolicy, start: int, position: int) -> bool:

@@ -1,4 +1,4 @@
-"""Promotions, rollbacks and routes that are killed before any of their writes and then repeated."""
+"""Promotions, rollbacks and routes that are killed before each of their writes in turn, and then repeated."""
 
 import os
 import socket
@@ -36,7 +36,7 @@ class Dying(MemoryRegistry):
         self.engines().promote([candidate], "tiny", candidate.name)
 
     def killed(self, act: Callable[[], object]) -> Iterator[dict[str, str]]:
-        """Kill `act` before every write in turn, always starting from the same state; yield the aliases."""
+        """Kill `act` before every write in turn, each time from the same aliases and versions; yield the aliases left."""
         begin = deepcopy((self.aliases, self.versions))
         for writes in range(100):
             self.aliases, self.versions = deepcopy(begin)

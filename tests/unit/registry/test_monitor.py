@@ -1,4 +1,4 @@
-"""Monitors: tests on counts, route moves and their targets. An implausible snapshot moves nothing."""
+"""Monitors: the statistical tests on counts, and the route moves that follow. An implausible snapshot moves nothing."""
 
 import json
 import math

@@ -148,7 +148,7 @@ def test_cited_files_of_a_moved_work_directory_are_found(tmp_path: Path) -> None
 
 
 def test_single_evaluations_do_not_displace_a_sweep() -> None:
-    """`prune.keep_sweeps` counts them apart: three single commands must not make a large sweep prunable."""
+    """`prune.keep_sweeps` counts sweeps and single evaluations separately, so single ones never make a sweep prunable."""
     sweep = Summary(sweep="sweep", names=("int8", "fp8"), candidates=(FP8, FP8))
     single = [Summary(sweep=f"single {number}", names=("fp8",), candidates=(FP8,)) for number in range(4)]
     assert [one.sweep for one in last_sweeps([*single, sweep], 3)] == ["single 0", "single 1", "single 2", "sweep"]

@@ -125,7 +125,7 @@ def test_unexplained_memory_growth_fails_unless_the_noise_is_larger() -> None:
 
 
 def test_an_engine_may_allow_the_length_that_its_samples_require() -> None:
-    """Limits are compared in pages of 64 tokens: 591 tokens, the longest allowed answer included, are 640."""
+    """Limits are rounded up to pages of 64 tokens: 591 tokens (with the longest allowed answer) allow 640."""
     assert Limits.of_bundle({"backend": "onnxruntime"}) == Limits()
     judged = Limits.of_bundle({"max_batch": 16, "max_tokens": 574}).model_copy(update={"room": 591})
     assert judged.exceeded_by(Limits(tokens=640)) is None

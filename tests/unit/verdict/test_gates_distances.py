@@ -18,7 +18,7 @@ RUNS = 400
 
 
 def pass_rate(values: Array) -> float:
-    """Return the share of runs, shape (runs, documents), whose mean KL passes."""
+    """Return the share of runs whose mean KL passes. `values`: KLs (runs, documents)."""
     return float((log_score(Mean(values, LIMIT).pass_gains(LIMIT), PASS_STAKES) >= -math.log(GATES.pass_alpha)).mean())
 
 

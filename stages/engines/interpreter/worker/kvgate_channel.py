@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 CLOSED_SECONDS = 60
-"""Seconds until a worker kills itself after stdin was closed. kvgate kills it after half of this time."""
+"""Seconds after the end of stdin until a worker kills itself. If kvgate still runs, it kills the worker in half this time."""
 
 Operations = dict[str, Callable[..., dict[str, Any]]]
 

@@ -127,7 +127,7 @@ class TrtllmModel:
         return [output.outputs[0].token_ids for output in outputs]
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the times of `tokens` tokens for each prompt.
+        """Return the first-token time of each prompt, and the times of `tokens - 1` steps over all prompts.
 
         The first-token times are measured one prompt at a time, the step times while all prompts decode together.
         """

@@ -123,7 +123,7 @@ class VllmModel:
                     yield output.request_id, output, self.cache.freed.pop(output.request_id, ([], 0))
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the times of `tokens` tokens for each prompt, and the peak number of used blocks.
+        """Return the first-token time of each prompt, the times of `tokens - 1` joint steps, and the peak of used blocks.
 
         First-token times are vLLM's own, one prompt at a time. Step times are measured while all prompts decode together.
         """

@@ -1,4 +1,4 @@
-"""A toy engine. Logits depend on the last tokens and scale with the checkpoint's keys; it takes only recorded arguments."""
+"""A toy engine that takes only recorded arguments. Logits depend on the last tokens and on the size of the key weights."""
 
 from pathlib import Path
 from types import SimpleNamespace

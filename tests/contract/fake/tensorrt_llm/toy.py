@@ -1,4 +1,4 @@
-"""A toy model with a cache: its logits are a decaying sum over the earlier tokens, read back from FP8 or INT8 codes.
+"""A toy model with an FP8 or INT8 cache. Logits are products of all vectors with a decaying sum of the earlier vectors.
 
 The vectors are the checkpoint's embedding. Like in TensorRT-LLM, prefill sees exact vectors, and decoding sees cached
 values. So the format or a wrong scale changes only decoded logits. With block reuse, prefill sees cached values too.

@@ -1,4 +1,4 @@
-"""trtllm-build: the recorded flags, the recorded rewrites, an `engine` that the toy loads."""
+"""A fake trtllm-build: accepts the recorded flags, applies the recorded rewrites, and writes engines that the toy loads."""
 
 import json
 import os

@@ -6,7 +6,7 @@ from tensorrt_llm.facts import MODE, PYTORCH
 
 
 def fields(inside: str) -> frozenset[str]:
-    """Return a class's field names. Releases before 1.4 have only fields with a known default."""
+    """Return a class's field names. In the mode `no switches`, only fields with a recorded default exist."""
     names = (key for key, fact in PYTORCH["llm_args"].items() if MODE != "no switches" or "default" in fact)
     return frozenset(key.removeprefix(inside) for key in names if key.startswith(inside))
 
