@@ -26,7 +26,7 @@ FINAL = "####"
 TASK = f"Solve the problem step by step. End with a line that has {FINAL} and the number alone.\n\n"
 
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def gsm8k_samples(count: int, seed: int) -> list[Sample]:
@@ -42,7 +42,7 @@ def final_number(text: str) -> Decimal | None:
     numbers = _NUMBER.findall(after)
     if not numbers:
         return None
-    return Decimal(numbers[0 if marked else -1].replace(",", ""))
+    return Decimal(numbers[0 if marked else -1].replace(",", "").replace("\N{MINUS SIGN}", "-"))
 
 
 def strip_annotations(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:

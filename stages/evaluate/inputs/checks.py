@@ -33,16 +33,26 @@ def _value(text: str) -> Any:
     return json.loads(text, parse_int=_number, parse_float=_number)
 
 
-_WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,:/@-]\w+)*")
+def _word_pattern() -> re.Pattern[str]:
+    """Return the pattern of a word. Python's \\w has no combining marks, which are vowels and tones in Hindi or Thai."""
+    marks = "".join(mark for mark in map(chr, range(0x300, 0x20000)) if unicodedata.category(mark) in ("Mn", "Mc"))
+    part = rf"\w[\w{marks}]*"
+    return re.compile(rf"(?:(?<![\w{marks}])-(?=\d))?{part}(?:[.,:/@-]{part})*")
+
+
+_WORD = _word_pattern()
+_EQUAL = str.maketrans({"\N{MINUS SIGN}": "-", "\N{HYPHEN}": "-"} | {chr(code): None for code in range(0xFE00, 0xFE10)})
+"""Characters that NFKC keeps: other signs for "-", and variation selectors, which only choose how a character is drawn."""
 
 
 def words_of(text: str) -> tuple[str, ...]:
     """Return the words that check "mention" compares, case-folded and in Unicode's compatibility form (NFKC).
 
-    A word is a run of letters, digits and _. It may have single `. , : / @ -` inside, and the minus sign of a number in front.
-    Therefore 93.10 mentions neither 93 nor 10, and -5 does not mention 5. Other punctuation and white space separate words.
+    A word is a run of letters with their combining marks, digits and _. It may have single `. , : / @ -` inside, and the minus
+    sign of a number in front. Therefore 93.10 mentions neither 93 nor 10, and -5 does not mention 5. Other punctuation and
+    white space separate words; a text in a script without spaces (Thai, Chinese) is one word.
     """
-    return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
+    return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold().translate(_EQUAL)))
 
 
 def mentions(text: tuple[str, ...], phrase: tuple[str, ...]) -> bool:

@@ -82,13 +82,22 @@ def test_json_is_judged_by_value_and_text_exactly(
     assert (well_formed(sample, text), judge(sample, text)) == (valid, correct)
 
 
+PEACOCK, MIRA = "\u092e\u094b\u0930", "\u092e\u0940\u0930"
+KEYCAP = "5\N{VARIATION SELECTOR-16}\N{COMBINING ENCLOSING KEYCAP}"
+WATER, LEAD = "\u0e19\u0e49\u0e33", "\u0e19\u0e33"
+
+
 @pytest.mark.parametrize(
     ("reference", "distractors", "mentions", "right", "wrong"),
     [
         ("4711", (), (), ("4711", "The code is 4711.", "code: **4711**\n", "It is 4711, not 4712"), ("", "I do not know.")),
         # A part of a number or of a hyphenated word is no mention, and a minus sign belongs to its number.
         ("4711", (), (), (), ("47110", "4711.5", "-4711", "4 711", "4,711", "four", "4711:30")),
-        ("-5", (), (), ("it is -5",), ("5", "a-5", "3-5")),
+        ("-5", (), (), ("it is -5", "It is \N{MINUS SIGN}5."), ("5", "a-5", "3-5", "3\N{MINUS SIGN}5")),
+        ("5", (), (), (KEYCAP,), ("\N{MINUS SIGN}5", "a\N{NON-BREAKING HYPHEN}5")),
+        # Vowels and tones that are combining marks: "peacock" and "Mira" in Hindi, "water" and "lead" in Thai.
+        (PEACOCK, (), (), (f"({PEACOCK})", f"{PEACOCK}, {MIRA}"), (MIRA, f"{MIRA}-5", PEACOCK[::2])),
+        (WATER, (), (), (f"{WATER} 5",), (LEAD,)),
         ("Mara's e-mail", (), (), ("mara s E-Mail",), ("Mara's e mail",)),
         ("STRASSE 42", (), (), ("Stra\N{LATIN SMALL LETTER SHARP S}e \N{FULLWIDTH DIGIT FOUR}2",), ("Strase 42",)),
         ("Lisbon", ("Graz",), (), ("lisbon, not Grazing",), ("Lisbon or Graz",)),

@@ -64,7 +64,7 @@ def test_annotations_are_not_forced_but_results_are_scored(problems: list[Sample
 def test_the_final_number_follows_the_marker_or_is_the_last() -> None:
     for text, number in (
         ("It is 18", "18"), ("2 + 16 = 18.", "18"), ("#### 18", "18"), ("#### $1,234.50 of 7", "1234.50"),
-        ("3 of 4 #### 5 and 6", "5"),
+        ("3 of 4 #### 5 and 6", "5"), ("#### \N{MINUS SIGN}5", "-5"), ("from 20\N{MINUS SIGN}2", "2"),
         ("#### 1 #### 2", "2"), ("from 20-2", "2"), ("it fell to -3.", "-3"), (".5", "0.5"), ("18,", "18"), ("18.0", "18"),
         ("none", None), ("", None), ("18 ####", None), ("#### none", None),
     ):  # fmt: skip
