@@ -167,8 +167,11 @@ class VerdictSteps:
     ) -> Recipe:
         """Return the recipe of an artifact that a module of `stages.evaluate` makes. `exclude`: keys of `workloads` to omit."""
         backend, workloads = self.chain.backend, self.config.workloads.model_dump(exclude=set(exclude))
-        # Samples without an id are named after the user's file, whose digest is among the inputs. Its folder does not matter.
-        workloads |= {key: Path(path).name for key in ("jsonl", "documents") if (path := workloads.get(key)) is not None}
+        # The digest of the user's files is among the inputs, so their place does not matter.
+        if self.config.workloads.jsonl is not None:
+            workloads["jsonl"] = Path(self.config.workloads.jsonl).name  # the name of samples without an id
+        if self.config.workloads.documents is not None:
+            workloads["documents"] = "documents"  # a folder need not have a name: `.` has none
         digests = {name: artifact.digest for name, artifact in inputs.items()} | self._given_digests
         # Some workloads quote the documentation of the Python that runs.
         parts = {"workloads": workloads, "python": platform.python_version(), **backend.run_parts(), **config}

@@ -1,5 +1,6 @@
 """The steps of a chain: artifacts are verified once, inputs must not change meanwhile, and keys have all their parts."""
 
+import json
 import shutil
 from collections.abc import Callable
 from importlib import import_module
@@ -26,6 +27,7 @@ from stages.core.digest import tree_files
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Sample
 from stages.evaluate.inputs.tokens import EncodedSample
+from stages.workloads.config import WorkloadsConfig
 
 
 def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +85,19 @@ def test_the_same_questions_in_another_folder_are_not_asked_again(tmp_path: Path
         config = configured(tmp_path, "workloads=jsonl", f"workloads.jsonl={file}")
         keys.add(Run(config).verdict_steps.recipe("round", "measure", {}).key)
     assert len(keys) == 2
+
+
+def test_the_folder_of_the_users_texts_has_no_name_in_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay validates the recorded configuration, which refuses the empty name of `.`."""
+    recipes = []
+    for folder, path in (("a", "."), ("b", tmp_path / "b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.md").write_text("many words")
+        monkeypatch.chdir(tmp_path / folder)
+        config = configured(tmp_path, "workloads.lengths=[1024]", f"workloads.documents={path}")
+        recipes.append(Run(config).verdict_steps.recipe("round", "measure", {}))
+        WorkloadsConfig.model_validate_json(json.dumps(recipes[-1].config["workloads"]))
+    assert recipes[0].key == recipes[1].key
 
 
 def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> None:
