@@ -82,8 +82,9 @@ def promotion_command(config: Config, *changes: str) -> str:
 
 
 def carried(config: Config, *groups: str) -> list[str]:
-    """Return the settings of model, workdir, tracking, signing and `groups` that differ from the defaults."""
-    values, standard = config.model_dump(mode="json"), _defaults()
+    """Return the settings of model, workdir, tracking, trusted keys and `groups` that differ from the defaults."""
+    # Stages that work on earlier results sign nothing, and refuse signing.key.
+    values, standard = config.model_dump(mode="json", exclude={"signing": {"key"}}), _defaults()
     names = ("model", "workdir", "tracking", "signing", *groups)
     return [part for name in names for part in differing(name, values[name], standard[name])]
 

@@ -135,6 +135,19 @@ def test_after_a_quick_check_comes_a_verdict_or_a_finer_policy(
     assert look != QUICK or after.tracking.enabled != quick
 
 
+@pytest.mark.parametrize(("verdict", "stage"), [("PASS", "promote"), ("FAIL", "tune")])
+def test_the_key_of_a_signed_evaluation_is_not_repeated_for_stages_that_refuse_it(
+    verdict: Status, stage: str, tmp_path: Path
+) -> None:
+    (tmp_path / "key.pub").write_text("")
+    base = ["kv=int8", "signing.key=key.pem", "signing.trusted=[key.pub]"]
+    step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "int8", verdict)], base)
+    assert step.command is not None
+    arguments = shlex.split(step.command)[3:]
+    assert f"stage={stage}" in arguments
+    assert ("signing.trusted=[key.pub]" in arguments, "signing.key=key.pem" in arguments) == (True, False)
+
+
 def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
