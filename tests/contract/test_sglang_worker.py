@@ -5,15 +5,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.engines.interpreter_bundles import config_of, make_bundle, open_engine
 from helpers.engines.interpreters import make_interpreter
 from helpers.policies.shipped import SHIPPED
+from safetensors.torch import load_file, save_file
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
 from stages.engines.sglang.backend import CHECKED_RELEASE, SglangBackend, cache_dtype, server_args
-from stages.engines.sglang.engine import EVALUATION
+from stages.engines.sglang.engine import EVALUATION, write_faulted
 
 FACTS = json.loads((Path(__file__).parent / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
@@ -87,3 +89,37 @@ def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path
 def test_a_policy_that_sglangs_cache_cannot_store_is_refused(kv: str, expected: str) -> None:
     with pytest.raises(UserError, match=rf"^kv={kv}: backend=sglang cannot hold it \({expected}.*choose kv=fp16, bf16"):
         cache_dtype(SHIPPED[kv], config_of("sglang", "python3"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaled"),
+    [
+        (("k_proj.weight", "k_proj.bias", "q_proj.weight"), {"k_proj.weight": slice(None), "k_proj.bias": slice(None)}),
+        (("k_proj.weight", "k_norm.weight", "q_norm.weight"), {"k_norm.weight": slice(None)}),
+        (
+            ("qkv_proj.weight", "o_proj.weight"),
+            {"qkv_proj.weight": slice(4, 6)},
+        ),  # rows of 2 query heads, 1 key and 1 value head
+    ],
+)
+def test_the_control_scales_the_keys_of_every_layer(
+    parameters: tuple[str, ...], scaled: dict[str, slice], tmp_path: Path
+) -> None:
+    (tmp_path / "sound").mkdir()
+    names = [f"model.layers.{layer}.self_attn.{parameter}" for layer in range(2) for parameter in parameters]
+    sound = {name: torch.randn(8, 3) for name in names}
+    save_file(sound, tmp_path / "sound" / "model.safetensors")
+    write_faulted(tmp_path / "sound", tmp_path / "faulted", 4.0, key_rows=2)
+    faulted, source = (load_file(tmp_path / folder / "model.safetensors") for folder in ("faulted", "sound"))
+    for name, expected in sound.items():
+        assert torch.equal(source[name], expected), name
+        if (rows := scaled.get(name.partition("self_attn.")[2])) is not None:
+            expected[rows] *= 4.0
+        assert torch.equal(faulted[name], expected), name
+
+
+def test_a_control_that_would_change_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "sound").mkdir()
+    save_file({"model.layers.0.attention.query_key_value.weight": torch.ones(8, 3)}, tmp_path / "sound" / "model.safetensors")
+    with pytest.raises(RuntimeError, match="no parameter of the checkpoint that scales keys"):
+        write_faulted(tmp_path / "sound", tmp_path / "faulted", 4.0, key_rows=2)

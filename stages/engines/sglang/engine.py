@@ -13,6 +13,8 @@ from stages.engines.sglang.backend import PROGRAM
 KEY_NORM = "self_attn.k_norm.weight"
 KEY_PROJECTION = ("self_attn.k_proj.weight", "self_attn.k_proj.bias")
 """Parameters that scale a layer's keys: the key norm's weight if the model has key norms, otherwise the projection's."""
+FUSED_PROJECTION = "self_attn.qkv_proj.weight"
+"""Projection whose rows are those of the queries, then of the keys, then of the values (Phi-3)."""
 EVALUATION = {
     "enable_custom_logit_processor": True,
     "disable_radix_cache": True,
@@ -40,7 +42,7 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
         self.logit_step = LOGIT_STEP[str(self._arguments["dtype"])]
 
     def _open(self) -> Worker:
-        worker = self._load_model({}, self._checkpoint(write_faulted), server_args=self._arguments)
+        worker = self._load_model({}, self._checkpoint(self._write_faulted), server_args=self._arguments)
         try:
             arguments = worker.call("facts", Resolved).arguments
             expected = self._arguments["kv_cache_dtype"]
@@ -51,18 +53,38 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
             raise
         return worker
 
+    def _write_faulted(self, checkpoint: Path, out: Path, factor: float) -> None:
+        write_faulted(checkpoint, out, factor, self.shape.kv_heads * self.shape.head_dim)
 
-def write_faulted(checkpoint: Path, out: Path, factor: float) -> None:
-    """Write a copy of a checkpoint to the new directory `out` that computes keys multiplied by `factor`."""
+
+def write_faulted(checkpoint: Path, out: Path, factor: float, key_rows: int) -> None:
+    """Write a copy of a checkpoint to the new directory `out` that computes keys multiplied by `factor`.
+
+    Args:
+        checkpoint: Directory of the checkpoint.
+        out: The new directory.
+        factor: The factor of the keys.
+        key_rows: Rows of a layer's key projection, which a fused projection has twice at its end (keys, values).
+
+    Raises:
+        RuntimeError: No parameter of the checkpoint is known to scale keys.
+    """
     from safetensors.torch import load_file, save_file
 
     names = sorted(path.name for path in checkpoint.iterdir())
     loaded = {name: load_file(checkpoint / name) for name in names if name.endswith(".safetensors")}
     copy_linking_weights([name for name in names if name not in loaded], checkpoint, out)
-    normed = any(name.endswith(KEY_NORM) for tensors in loaded.values() for name in tensors)
+    names = [name for tensors in loaded.values() for name in tensors]
+    known = ((KEY_NORM,), KEY_PROJECTION, (FUSED_PROJECTION,))
+    faulted = next((suffixes for suffixes in known if any(name.endswith(suffixes) for name in names)), None)
+    if faulted is None:
+        raise RuntimeError("the must-fail control finds no parameter of the checkpoint that scales keys")
     for file, tensors in loaded.items():
-        scaled = {n: t * factor if n.endswith(KEY_NORM if normed else KEY_PROJECTION) else t for n, t in tensors.items()}
-        save_file(scaled, out / file, metadata={"format": "pt"})
+        for name in [name for name in tensors if name.endswith(faulted)]:
+            tensors[name] = tensors[name].clone()  # the loaded tensors may be the mapped file itself
+            keys = tensors[name][-2 * key_rows : -key_rows] if name.endswith(FUSED_PROJECTION) else tensors[name]
+            keys *= factor
+        save_file(tensors, out / file, metadata={"format": "pt"})
 
 
 load_engine = SglangEngine
