@@ -39,6 +39,7 @@ from stages.verdict.report import SampleRow
 
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
+CHECKPOINT_TAG = "checkpoint_digest"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
 """Loggers to silence. They log dozens of lines while a new database is migrated, the tracebacks of exceptions that are raised
@@ -96,6 +97,10 @@ class RegistryReader:
     def engine_digest(self, entry: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
         return cast(str | None, self._judged_by(entry)["tags"].get("engine_digest"))
+
+    def checkpoint_digest(self, entry: Version) -> str | None:
+        """Return the digest of a version's checkpoint, from the run that judged it; None if the run or its tag is missing."""
+        return cast(str | None, self._judged_by(entry)["tags"].get(CHECKPOINT_TAG))
 
     def metrics(self, entry: Version) -> Mapping[str, float]:
         """Return the metrics of the run that judged a version; empty if the run is missing."""
@@ -262,6 +267,7 @@ class MlflowStore(RegistryReader):
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
             **candidate.citations,
+            **({CHECKPOINT_TAG: candidate.checkpoint} if candidate.checkpoint is not None else {}),
             "model_version": version,
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": run_content.COLOURS.get(candidate.verdict, run_content.UNDECIDED),

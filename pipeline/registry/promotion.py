@@ -214,11 +214,16 @@ class Engines:
 
         make_moves(self.registry, [Move(CHAMPION, before, before.moved_to(best.version), record)])
         since = rolled_back.get(best.report.digest)
-        over = f" over version {before.now}" if before.now is not None else ""
+        over = f" over version {before.now}{self._other_checkpoint(best)}" if before.now is not None else ""
         note = f"; it had been rolled back at {since}" if since is not None else ""
         covered = f", {best.covered}" if best.covered is not None else ""
         message = f"{best.name} (version {best.version}) is the champion{over}{note}{covered}"
         return PromotionMove(best.name, message, compared, excluded)
+
+    def _other_checkpoint(self, candidate: Candidate) -> str:
+        """Return " of another checkpoint" if the champion has one; "" if it has the candidate's, or if either is unknown."""
+        digests = {self.registry.checkpoint_digest(self.model.pointed_at[CHAMPION]), candidate.checkpoint}
+        return "" if None in digests or len(digests) == 1 else " of another checkpoint"
 
     def _judge_again(self, candidates: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the candidates, or only those called `name`, read from their artifacts and decided again."""

@@ -175,6 +175,9 @@ class MemoryRegistry:
         self.versions[version] = {name: text for name, text in every.items() if text is not None}
         assert len(self.versions[version]) <= 6
 
+    def checkpoint_digest(self, version: Version) -> str | None:
+        return self.candidates[version.number].checkpoint
+
     def metrics(self, version: Version) -> dict[str, float]:
         return dict(self.candidates[version.number].metrics)
 

@@ -197,6 +197,16 @@ def test_a_trial_on_short_questions_does_not_replace_the_champion(registry: Memo
     assert promote(registry, trial, name="int4").champion == "int4"
 
 
+def test_a_promotion_says_that_it_replaces_another_checkpoint(registry: MemoryRegistry) -> None:
+    """The default name comes from the checkpoint's directory, so two services may share a registered model by mistake."""
+    messages = []
+    for checkpoint in (None, "of one", "of one", "of another"):
+        candidate = registry.judge("fp8")
+        messages.append(promote(registry, registry.change(candidate.version, checkpoint=checkpoint)).message)
+    assert ["another checkpoint" in message for message in messages] == [False, False, False, True]
+    assert messages[3] == "fp8 (version 4) is the champion over version 3 of another checkpoint"
+
+
 def test_an_engine_that_another_user_rolled_back_meanwhile_is_not_promoted(registry: MemoryRegistry) -> None:
     promote(registry, registry.judge("int8", 500))
     fp8 = registry.judge("fp8", 1000)
