@@ -24,10 +24,13 @@ def main() -> int:
     parser.add_argument("--model", default="kvgate-tiny", help="registered model (default: kvgate-tiny)")
     parser.add_argument("--workdir", type=Path, default="work", help="work directory (default: work)")
     parser.add_argument("--samples", type=Path, help="the file of workloads.jsonl that the champion was judged on")
+    parser.add_argument(
+        "--trusted", type=Path, action="append", default=[], help="public key that must have signed the evidence"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
     try:
-        with champion(options.model, workdir=options.workdir, samples=options.samples) as engine:
+        with champion(options.model, workdir=options.workdir, samples=options.samples, trusted=options.trusted) as engine:
             print(engine, file=sys.stderr)
             print(engine.generate(options.prompt, options.max_new_tokens))
     except tuple(EXIT_CODES) as error:

@@ -53,9 +53,10 @@ def test_the_workflow_judges_promotes_and_serves_the_model(tmp_path: Path) -> No
         assert done.returncode == 0, f"{script}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
         return done.stdout
 
-    steps = {step["name"]: step["run"] for step in workflow["jobs"]["judge"]["steps"] if "run" in step}
-    del steps["Roll back"]  # users start a rollback on request
-    outputs = {name: shell(script) for name, script in steps.items()}
+    for job in ("judge", "promote"):
+        steps = {step["name"]: step["run"] for step in workflow["jobs"][job]["steps"] if "run" in step}
+        steps.pop("Roll back", None)  # users start a rollback on request
+        outputs = {name: shell(script) for name, script in steps.items()}
     assert outputs["Try the champion"] == "04 Bergen 14 Tartu\n"
     assert (tmp_path / "pip.log").read_text().splitlines()[
         1
@@ -64,7 +65,7 @@ def test_the_workflow_judges_promotes_and_serves_the_model(tmp_path: Path) -> No
     assert "PASS" in (tmp_path / "summary.md").read_text()
     # Fetch the champion as in docs/registry.md#fetch-the-champion.
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{repository}/work/mlflow.db"
-    shell("mlflow artifacts download --artifact-uri models:/kvgate-model@champion --dst-path champion")
+    shell("mlflow artifacts download --artifact-uri models:/kvgate-YOUR-SERVICE@champion --dst-path champion")
     (repository / "champion" / "workloads").mkdir()
     shutil.copy(repository / "questions.jsonl", repository / "champion" / "workloads")
     shell("kvgate stage=verify bundle=champion")

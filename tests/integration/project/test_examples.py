@@ -16,7 +16,7 @@ from stages.evaluate.inputs.samples import read_jsonl
 ROOT = Path(__file__).resolve().parents[3]
 WORKFLOW = (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")
 JOB: dict[str, Any] = yaml.safe_load(WORKFLOW)
-STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
+STEPS: list[dict[str, Any]] = JOB["jobs"]["promote"]["steps"]
 GPU: dict[str, Any] = JOB["jobs"]["vllm"]
 
 
@@ -31,8 +31,16 @@ def test_a_refusal_stops_the_ci_job_and_actions_are_pinned() -> None:
     assert not any("${{" in step.get("run", "") for step in STEPS + GPU["steps"]), "an expression in a script runs as code"
 
 
+def test_only_the_protected_environment_has_secrets_and_promotes() -> None:
+    assert "secrets" not in json.dumps({key: part for key, part in JOB.items() if key != "jobs"})
+    for name, job in JOB["jobs"].items():
+        text, protected = json.dumps(job), name != "judge"
+        assert ("secrets." in text, "stage=promote" in text, job.get("environment") == "production") == (protected,) * 3
+        assert ("github.ref == 'refs/heads/main'" in job["if"]) == protected
+
+
 def test_the_gpu_job_judges_and_promotes_as_the_tutorial_does(tmp_path: Path) -> None:
-    values = {**JOB["env"], **GPU["env"], "HOME": str(tmp_path)}
+    values = {**JOB["env"], **GPU["env"], "HOME": str(tmp_path), "SIGNING": "", "TRUSTED": ""}
     commands = [step["run"] for step in GPU["steps"] if step.get("run", "").startswith("kvgate ")]
     judge, promote, rollback = (
         re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), command).split()[1:] for command in commands
