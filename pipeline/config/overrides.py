@@ -63,8 +63,9 @@ def searching(folders: Sequence[str | Path]) -> list[str]:
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise UserError(f"--config-dir={folder}: no such directory; give the one with your own kv/")
-        for path in (*folder.glob("config.yaml"), *folder.glob("*/*.y*ml")):
-            if (CONF / path.relative_to(folder)).parent.is_dir():  # other folders are not kvgate's
+        # Options may include files of folders below their group.
+        for path in (*folder.glob("config.yaml"), *folder.glob("*/**/*.y*ml")):
+            if path.parent == folder or (CONF / path.relative_to(folder).parts[0]).is_dir():  # other folders are not kvgate's
                 _check_option(path, folder)
     places = dict.fromkeys(f"file://{Path(folder).resolve()}" for folder in folders)
     return [f"{SEARCHPATH}={written(list(places))}"] if folders else []
@@ -130,7 +131,8 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
     options = options_of(key)
     if options and not isinstance(override.value(), Glob):
         swept = override.is_sweep_override()
-        for value in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:
+        for item in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:
+            value = item.text if isinstance(item, QuotedString) else item
             if value not in options and (value, key) != (None, "experiment"):
                 fix = suggest(str(value), options)
                 if key in FILE_KEYS and FILE.search(str(value)):

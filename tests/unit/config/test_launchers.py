@@ -41,6 +41,32 @@ def test_jobs_are_named_in_the_order_of_the_command_line() -> None:
     assert [(job.kv.name, job.seed) for job in planned.jobs] == [("fp8", 1), ("fp8", 0), ("int8", 1), ("int8", 0)]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [(["kv=mine,yours"], "foo"), (["kv=fp8,int8", "kv.name=it"], "it kv.name=it"), (["kv=fp8,'fp8'"], "fp8")],
+)
+def test_candidates_of_equal_display_names_are_refused_before_any_work(overrides: list[str], name: str, tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    for option, form in (("mine", "fp8"), ("yours", "int8")):
+        (tmp_path / "kv" / f"{option}.yaml").write_text(f"defaults: [{form}, _self_]\nname: foo\n")
+    with pytest.raises(UserError, match=f"^jobs 1 and 2: both have the display name {name}; leave one out, or give each"):
+        plan(overrides, multirun=True, folders=[tmp_path])
+
+
+def test_options_of_a_sweep_may_be_quoted() -> None:
+    assert plan(["kv=fp8,'int8'"], multirun=True).names == ("fp8", "int8")
+
+
+def test_aliases_are_refused_in_every_file_that_options_can_include(tmp_path: Path) -> None:
+    (tmp_path / "kv" / "sub").mkdir(parents=True)
+    (tmp_path / "kv" / "c.yaml").write_text("defaults: [fp8, sub/x@_here_, _self_]\nname: c\n")
+    (tmp_path / "kv" / "sub" / "x.yaml").write_text("sink_tokens: &a 4\nrecent_tokens: *a\n")
+    with pytest.raises(UserError, match=r"x\.yaml: cannot be read \(uses a YAML alias \(\*name\); write the value out\)"):
+        plan(["kv=c"], multirun=False, folders=[tmp_path])
+    (tmp_path / "kv" / "sub" / "x.yaml").write_text("sink_tokens: 4\n")
+    assert plan(["kv=c"], multirun=False, folders=[tmp_path]).jobs[0].kv.sink_tokens == 4
+
+
 def test_a_launchers_refusal_keeps_the_last_sweep_and_report(tmp_path: Path) -> None:
     for name in ("summary.json", "report.html", "summaries/20260101.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
