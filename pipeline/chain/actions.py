@@ -123,7 +123,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             move = engines.promote(judged, model, name)
         candidates = move.candidates
         with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
-            summary.note(config.work, last.sweep, champion=move.champion)
+            summary.note_champion(config.work, last.sweep, move.champion)
             tables.print_comparison(candidates)
             console.result("champion", console.Styled("green", move.message), champion=move.champion, message=move.message)
             for rejected, reason in tables.reasons_against(candidates, move).items():

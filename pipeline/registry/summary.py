@@ -1,8 +1,8 @@
 """`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
 
 Only evaluations have summaries. `summary.json` is a copy of the last written summary; commands that do not judge change only
-this copy. A sweep adds candidates only to its own summary, so concurrent commands lose no candidate. A promotion uses a summary
-only to know which candidates to consider.
+this copy, and a promotion also the summary of its sweep. A sweep adds candidates only to its own summary, so concurrent
+commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
 """
 
 import os
@@ -116,9 +116,9 @@ def _read(workdir: Path, name: str) -> Summary | None:
     )
 
 
-def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary]) -> Summary:
-    """Change the summary of a sweep, and copy it to `summary.json`. Without a sweep, change only `summary.json`."""
-    names = [FILE] if sweep is None else [f"{FOLDER}/{sweep}.json", FILE]
+def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], *, copied: bool = True) -> Summary:
+    """Change the summary of a sweep, and copy it to `summary.json` if `copied`. Without a sweep, change only `summary.json`."""
+    names = [FILE] if sweep is None else [f"{FOLDER}/{sweep}.json", *([FILE] if copied else [])]
     try:
         (workdir / FOLDER if sweep is not None else workdir).mkdir(parents=True, exist_ok=True)
         with locked(workdir / f".{FILE}.lock", FILE):
@@ -133,6 +133,20 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
 def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
     """Set fields of a sweep's summary, such as the champion or the exit code."""
     return _update(workdir, sweep, lambda old: old.model_copy(update=values))
+
+
+def note_champion(workdir: Path, sweep: str, champion: str) -> None:
+    """Record the champion in the summary of its sweep and in `summary.json`.
+
+    If `summary.json` has candidates of another sweep, it keeps them. Otherwise a promotion from an older sweep would make it
+    the last sweep, from which stage=promote and stage=prune start.
+    """
+    last = _read(workdir, FILE)
+    if last is not None and last.candidates and last.sweep != sweep:
+        _update(workdir, None, lambda old: old.model_copy(update={"champion": champion}))
+        _update(workdir, sweep, lambda old: old.model_copy(update={"champion": champion}), copied=False)
+    else:
+        note(workdir, sweep, champion=champion)
 
 
 def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary:

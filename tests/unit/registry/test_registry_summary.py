@@ -12,7 +12,7 @@ from helpers.refusals import refused
 from pydantic import ValidationError
 
 from pipeline.evidence.retention import last_sweeps
-from pipeline.registry.summary import Summary, begin, finish, last_judged, load, note, record, sweeps
+from pipeline.registry.summary import Summary, begin, finish, last_judged, load, note, note_champion, record, sweeps
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.thresholds import Check, Gate, Verdict
@@ -44,6 +44,22 @@ def test_a_sweep_merges_by_model_and_name_another_starts_anew(tmp_path: Path) ->
     assert load(tmp_path).champion == "int8"
     other = record(tmp_path, "two", FP8)
     assert ([c.name for c in other.candidates], other.champion) == (["fp8"], None)
+
+
+def test_a_promotion_from_an_older_sweep_does_not_make_it_the_last_one(tmp_path: Path) -> None:
+    begin(tmp_path, "s1", ["fp8", "int8"])
+    record(tmp_path, "s1", FP8)
+    note_champion(tmp_path, "s1", "fp8")
+    assert load(tmp_path) == load(tmp_path, "s1")
+    begin(tmp_path, "s2", ["int8", "int4"])
+    record(tmp_path, "s2", fp8(name="int8"))
+    note_champion(tmp_path, "s1", "int8")
+    assert [(load(tmp_path, sweep).sweep, load(tmp_path, sweep).champion) for sweep in (None, "s1", "s2")] == [
+        ("s2", "int8"),
+        ("s1", "int8"),
+        ("s2", None),
+    ]
+    assert [item.name for item in load(tmp_path).candidates] == ["int8"]
 
 
 CHECK = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
