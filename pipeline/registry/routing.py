@@ -64,7 +64,7 @@ def step(now: RegisteredEngine, to: RegisteredEngine) -> EngineChange:
 
     def keys(policy: KVPolicy) -> object:
         window = policy.window if policy.window is not None and policy.window.key is not None else None
-        return policy.key, window and (window.tokens, window.key), overrides(policy, Side.KEY)
+        return policy.key, window and (window.tokens, window.key), overrides(policy, Side.KEY), policy.eviction
 
     def recent_values(policy: KVPolicy) -> object:
         return (policy.window and policy.window.value) or policy.value, overrides(policy, Side.VALUE)

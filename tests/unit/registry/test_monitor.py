@@ -188,6 +188,7 @@ def test_a_rolled_back_engine_returns_only_by_name(fleet: MemoryRegistry) -> Non
         ("fp8k_int4v_aged", "fp8k_int4v", True, True),  # the keys of its sinks and recent tokens are no longer exact
         ("fp8", "int4", True, True),
         ("int4_guarded", "int4", True, False),  # the keys of two layers
+        ("fp16", "fp16_streaming", True, False),  # evicted keys are gone
     ],
 )
 def test_a_step_says_whether_keys_and_recent_values_lose(
