@@ -101,7 +101,7 @@ class Tracking(StrictModel):
     """Database URI or server address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory if that is not set."""
     experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{CONTROLS}]+$")] = "kvgate"
     """Name of the MLflow experiment."""
-    model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^/:{CONTROLS}]+$")] | None = None
+    model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^/:'{CONTROLS}]+$")] | None = None
     """Name of the registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None
     """Whether the registry gets a copy of the whole bundle; null means only if the store is SQLite on this machine."""
