@@ -61,14 +61,17 @@ def _run_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
 def _plan_command(argv: Sequence[str]) -> "Plan | int":
     """Return the checked jobs of a command line, or the exit code of an option or a dry run, which starts no job."""
     parser = _parser()
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
     if arguments.shell_completion and not re.fullmatch("(un)?install=(bash|zsh|fish)|query=.*", " ".join(arguments.overrides)):
         raise UserError("--shell-completion: give install=bash, zsh or fish, or uninstall= of one")
     if arguments.help or arguments.shell_completion:
         return _run_hydra(parser, arguments)
     from pipeline.config.compose import configurations, plan
-    from pipeline.config.overrides import refuse_contradictions
+    from pipeline.config.overrides import refuse_contradictions, refuse_option, refuse_words
 
+    if unknown:
+        refuse_option(unknown[0], argv)
+    refuse_words(arguments.overrides)
     refuse_contradictions(arguments.overrides)
     planned = plan(arguments.overrides, arguments.multirun, arguments.config_dir)
     if arguments.cfg:

@@ -55,4 +55,8 @@ def compose(values: Mapping[str, object]) -> Config:
     Raises:
         UserError: with a line for each problem.
     """
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and "." not in key:
+            name, inner = next(iter(value.items()))
+            raise UserError(f"{key}={value}: pass the keys one by one, as in **{{'{key}.{name}': {inner!r}}}")
     return plan([f"{key}={written(value, key)}" for key, value in values.items()], multirun=False).jobs[0]

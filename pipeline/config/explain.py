@@ -1,6 +1,7 @@
 """Error messages for configurations, one line per problem, since the texts of pydantic are for developers."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
@@ -9,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
+from pipeline.config.override_syntax import written
 from stages.core.errors import short
 from stages.core.redaction import leaves
 from stages.engines.config import backend_configs
@@ -30,12 +32,13 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             location = location[:1] + location[2:]
         *_, key = places = list(accumulate(map(str, location), "{}.{}".format)) or [""]
         texts = [text for text in map(raw.get, places) if isinstance(text, str)]
-        written = next((text for text in texts if "${" in text), None)  # `${seed}` or `${oc.env:HOME}`, also of the section
-        if written is not None and any(wrong.startswith(written[2:-1]) for wrong in wrong_keys):
+        # Such as `${seed}` or `${oc.env:HOME}`, also of the section.
+        interpolated = next((text for text in texts if "${" in text), None)
+        if interpolated is not None and any(wrong.startswith(interpolated[2:-1]) for wrong in wrong_keys):
             continue  # interpolated from another key, whose problem has its own line
         # An environment variable may hold a secret, so only its name is shown.
         text: str = problem["msg"]
-        value: Any = problem["input"] if written is None else written
+        value: Any = problem["input"] if interpolated is None else interpolated
         if problem["type"] == "extra_forbidden":
             lines.append(f"{key}: {_unknown(location, composed)}")
             if key == "experiment":
@@ -49,7 +52,10 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
             got = short(repr(value) if isinstance(value, str) else value, 200)
-            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {got}){_percent(problem.get('ctx', {}), value)}")
+            hint = _percent(problem.get("ctx", {}), value)
+            if problem["type"] in ("list_type", "tuple_type") and len(got) < 200 and isinstance(value, str | int | float):
+                hint = f"; give a list: {shlex.quote(f'{key}=[{written(value)}]')}"
+            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {got}){hint}")
     return lines
 
 

@@ -37,6 +37,7 @@ from stages.verdict.thresholds import RULES
         ({"dry": True}, "dry=True: is a key of the command line only; leave it out"),
         ({"log": "json"}, "log=json: is a key of the command line only; leave it out"),
         ({"stage": "build"}, "stage=build: is a key of the command line only; leave it out"),
+        ({"gates": {"min_recovery": 0.9}}, "pass the keys one by one, as in **{'gates.min_recovery': 0.9}"),
         ({"seed": "1"}, "seed: input should be a valid integer (got '1')"),
         ({"seed": -1, "backend.threads": 0}, "\n"),
         ({"seed": {1}}, "seed: a set is not a value of a configuration"),
