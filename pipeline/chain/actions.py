@@ -71,16 +71,19 @@ def evaluate(run: Run) -> None:
 
 
 def promotable(config: Config) -> summary.Summary:
-    """Return the summary of the sweep that stage=promote uses: the named one, or the last one with a candidate.
+    """Return the summary of the sweep that stage=promote uses: the named one, or the last one with a registered candidate.
 
     Raises:
         GateRefusal: The sweep did not finish, and `promote.name` is not given.
         UserError: The sweep has no candidate of the model.
     """
     last = summary.load(config.work, config.promote.sweep)
-    if config.promote.sweep is None and not last.candidates and (judged := summary.last_judged(config.work)) is not None:
-        console.warning(f"the last command judged nothing; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
-        last = judged
+    if config.promote.sweep is None and not last.registered:
+        judged = summary.last_judged(config.work)
+        if judged is not None and judged.sweep != last.sweep:
+            nothing = "registered nothing" if last.candidates else "judged nothing"
+            console.warning(f"the last command {nothing}; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
+            last = judged
     if last.unfinished is not None and config.promote.name is None:
         raise GateRefusal(
             f"stage=promote: {last.unfinished}; wait if it still runs; otherwise run it again, promote a candidate "

@@ -85,7 +85,7 @@ class PromoteConfig(StrictModel):
     """Candidate to promote if it passed; null takes the best. A name may also select a candidate that was rolled back or that
     belongs to an unfinished sweep."""
     sweep: Text | None
-    """Sweep whose candidates are considered; null takes the last sweep with a candidate."""
+    """Sweep whose candidates are considered; null takes the last sweep with a registered candidate."""
 
 
 ENVIRONMENT = "MLFLOW_TRACKING_URI"

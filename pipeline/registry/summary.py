@@ -55,6 +55,11 @@ class Summary(StrictModel):
         return max(len(self.names), len(self.candidates)) < 2
 
     @property
+    def registered(self) -> bool:
+        """Whether any candidate is in the registry: without tracking, none is."""
+        return any(candidate.version for candidate in self.candidates)
+
+    @property
     def unfinished(self) -> str | None:
         """Message with the missing jobs of the sweep; None if all jobs ended."""
         jobs = enumerate(self.names, start=1)
@@ -92,9 +97,9 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
 
 
 def last_judged(workdir: Path) -> Summary | None:
-    """Return the summary of the last sweep with candidates; None if no sweep has candidates."""
-    summaries = (load(workdir, sweep) for sweep in reversed(sweeps(workdir)))
-    return next((item for item in summaries if item.candidates), None)
+    """Return the summary of the last sweep with registered candidates, else with any candidates; None if there are none."""
+    judged = [item for item in (load(workdir, sweep) for sweep in reversed(sweeps(workdir))) if item.candidates]
+    return next((item for item in judged if item.registered), next(iter(judged), None))
 
 
 def _read(workdir: Path, name: str) -> Summary | None:

@@ -13,6 +13,7 @@ from pipeline.chain.job_run import Run
 from pipeline.chain.launching import LauncherRefusal
 from pipeline.cli import console
 from pipeline.config.compose import plan
+from pipeline.config.config import PromoteConfig
 from pipeline.config.stages import STAGES
 from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
@@ -168,3 +169,17 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, c
         actions.promotable(planned.jobs[0])
     assert preview(planned) == 3
     assert "sweep 4 did not finish" in capsys.readouterr().err
+
+
+def test_an_evaluation_without_tracking_does_not_hide_a_registered_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = judged_candidate(tmp_path / "judged", "fp8", metrics={})
+    (config,) = plan([f"workdir={tmp_path}", "stage=promote"], multirun=False).jobs
+    for sweep, version in (("1", "1"), ("2", "")):
+        summary.begin(tmp_path, sweep, ["fp8"])
+        summary.record(tmp_path, sweep, judged.model_copy(update={"version": version}))
+        summary.finish(tmp_path, sweep, 0)
+        assert actions.promotable(config).sweep == "1"
+    assert "the last command registered nothing; promoting from sweep 1" in capsys.readouterr().err
+    assert actions.promotable(config.model_copy(update={"promote": PromoteConfig(name=None, sweep="2")})).sweep == "2"
