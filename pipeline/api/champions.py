@@ -14,7 +14,7 @@ from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
 from stages.checkpoints.places import checkpoint_label
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.workloads.own import own_content
+from stages.workloads.user_files import user_content
 
 
 @raises_refusals
@@ -94,7 +94,7 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
         if samples is not None and workloads_file is None:
             raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
         if samples is not None and workloads_file is not None:  # where the evidence expects them
-            content = own_content("samples", samples)
+            content = user_content("samples", samples)
             (copy / workloads_file).parent.mkdir(exist_ok=True)
             (copy / workloads_file).write_bytes(content)
     require_same(champion_name, replay(evidence, config.signing))

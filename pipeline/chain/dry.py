@@ -17,8 +17,8 @@ from pipeline.chain.job_run import Run
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import verdict_lines
+from pipeline.config.auto_options import has_chat_template
 from pipeline.config.compose import Plan
-from pipeline.config.suiting import has_chat_template
 from pipeline.store.store import Store
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint

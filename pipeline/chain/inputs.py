@@ -11,7 +11,7 @@ from pipeline.config.config import Config
 from pipeline.config.missing import FILES, MODEL, missing_files
 from pipeline.config.policies import tuned_policies
 from pipeline.registry import summary
-from pipeline.registry.reaching import check_reachable
+from pipeline.registry.store_errors import check_reachable
 from pipeline.registry.tracking import locate
 from pipeline.store.store import check_store
 from pipeline.store.workdir import check_contents, check_memory, check_room, check_workdir
@@ -28,7 +28,7 @@ from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.capacity import memory_budget
 from stages.policies.policy import FP16_POLICY
 from stages.workloads.config import LONG_QUESTIONS
-from stages.workloads.own import document_words
+from stages.workloads.user_files import document_words
 
 GENERATED_TOKENS = 8192
 """Context in tokens that has room for every generated sample."""
@@ -213,7 +213,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
         from stages.quantize.calibration import texts_from_file
 
         texts_from_file(config.calibration.file, config.calibration.samples)
-    brings_questions = config.workloads.own is not None or config.workloads.gsm8k > 0
+    brings_questions = config.workloads.user_path is not None or config.workloads.gsm8k > 0
     if not brings_questions and _context_limit(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
     from stages.evaluate.inputs.samples import load_samples

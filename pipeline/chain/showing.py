@@ -132,7 +132,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
     problem, private, samples = evidence.problem, False, list[Sample]()
     try:
         workloads = requested_workloads(evidence)
-        samples, private = load_samples(workloads), workloads.own is not None
+        samples, private = load_samples(workloads), workloads.user_path is not None
         if workloads.lengths:
             from stages.evaluate.inputs.lengths import fit_lengths
             from stages.evaluate.inputs.tokens import BundleTokenizer

@@ -26,7 +26,7 @@ from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
 from stages.verdict.gates import decide, is_final
 from stages.verdict.thresholds import Verdict
 from stages.workloads.config import long_cost
-from stages.workloads.own import own_content, own_files
+from stages.workloads.user_files import user_content, user_files
 
 if TYPE_CHECKING:
     from stages.evaluate.conformance.engine import ReferenceEngine
@@ -187,10 +187,10 @@ class VerdictSteps:
     def _given_digests(self) -> dict[str, str]:
         """Name of an input -> its digest, for the user's samples or texts and the draft checkpoint, if they are configured."""
         workloads, digests = self.config.workloads, dict[str, str]()
-        if workloads.own is not None:
-            for file in own_files(workloads.own_key, workloads.own):
+        if workloads.user_path is not None:
+            for file in user_files(workloads.user_key, workloads.user_path):
                 self.chain.watch(file)
-            digests[workloads.own_key] = hashlib.sha256(own_content(workloads.own_key, workloads.own)).hexdigest()
+            digests[workloads.user_key] = hashlib.sha256(user_content(workloads.user_key, workloads.user_path)).hexdigest()
         if workloads.speculation is not None and workloads.speculation.draft is not None:
             digests["draft"] = self.chain.digest_of_model(locate_checkpoint(workloads.speculation.draft))
         return digests

@@ -223,7 +223,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     # is known, ask twice as many.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
     factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
-    questions = config.workloads.asking_more(needed, factor)
+    questions = config.workloads.more_questions(needed, factor)
     reasons = [check.reason for check in open_checks if check.bound is None and not needed]  # such as the engine's own noise
     if following is not None and not (questions.overrides or questions.own_too_few):
         reasons += [*(check.reason for check in open_checks), "no check was recorded"]

@@ -28,6 +28,7 @@ from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
 from pipeline.config import CONF
+from pipeline.config.auto_options import AUTO, AUTO_OPTIONS, is_tiny
 from pipeline.config.config import Config
 from pipeline.config.explain import explain_validation
 from pipeline.config.missing import missing_files
@@ -48,7 +49,6 @@ from pipeline.config.overrides import (
 )
 from pipeline.config.policies import check_name
 from pipeline.config.stages import STAGES, StageFacts
-from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, printable, redact_text
 from stages.policies.policy import KVPolicy
@@ -262,11 +262,11 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 def _compose_suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model."""
     composed = _composed(overrides)
-    groups = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
+    groups = [group for group in AUTO_OPTIONS if composed.hydra.runtime.choices[group] == AUTO]
     makes = STAGES.get(composed.get("stage"), StageFacts()).makes
     if groups and makes and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
         others = [override for override in overrides if override not in [f"{group}={AUTO}" for group in groups]]
-        overrides = [*others, *(f"{group}={SUITING[group][1]}" for group in groups)]
+        overrides = [*others, *(f"{group}={AUTO_OPTIONS[group][1]}" for group in groups)]
         composed = _composed(overrides)
     return overrides, composed
 

@@ -26,7 +26,7 @@ from stages.policies.policy import KVPolicy
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.verdict.thresholds import RULES, Thresholds, Verdict
 from stages.workloads.config import WorkloadsConfig
-from stages.workloads.own import own_content
+from stages.workloads.user_files import user_content
 
 R = TypeVar("R", bound=StrictModel)
 
@@ -181,7 +181,7 @@ def _read(path: Path, record: type[R]) -> R:
 
 def make_identity(config: Config, chain: Sequence[Link], verdict: Verdict) -> Identity:
     """Build the identity of a judged engine."""
-    samples_path = config.workloads.own
+    samples_path = config.workloads.user_path
     name = samples_path.name if samples_path is not None and samples_path.is_file() else "documents.txt"
     return Identity(
         schema_version=3,
@@ -202,10 +202,10 @@ def write_identity(identity: Identity, evaluation: Path, workloads: WorkloadsCon
     """Write the identity, its signature, and the evidence that a replay reads."""
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
-    if identity.workloads_file is not None and workloads.own is not None:
+    if identity.workloads_file is not None and workloads.user_path is not None:
         copy = out / identity.workloads_file
         copy.parent.mkdir()
-        copy.write_bytes(own_content(workloads.own_key, workloads.own))
+        copy.write_bytes(user_content(workloads.user_key, workloads.user_path))
     (out / IDENTITY_FILE).write_text(identity.model_dump_json(indent=1) + "\n", encoding="utf-8")
     signing.sign(out / IDENTITY_FILE)
 

@@ -32,7 +32,7 @@ from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from stages.workloads.config import WorkloadsConfig
-from stages.workloads.own import own_content
+from stages.workloads.user_files import user_content
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import RegistryReader
@@ -189,10 +189,10 @@ def add_questions(evidence: Evidence, workloads: WorkloadsConfig) -> None:
 
     The registry has only the digest of the file. Raises UserError if the file cannot be read.
     """
-    name, key, path = evidence.identity.workloads_file, workloads.own_key, workloads.own
+    name, key, path = evidence.identity.workloads_file, workloads.user_key, workloads.user_path
     if name is None or path is None:
         return
-    content = own_content(f"workloads.{key}", path)
+    content = user_content(f"workloads.{key}", path)
     if sha256(content).hexdigest() == evidence.identity.link("evaluation").inputs.get(key):
         (evidence.directory / name).parent.mkdir(exist_ok=True)
         (evidence.directory / name).write_bytes(content)

@@ -169,9 +169,9 @@ def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -
     """Generate the samples again (or read the user's file), encode them with the engine's tokenizer, and compare digests."""
     try:
         config = requested_workloads(evidence)
-        if config.own is not None and not config.own.is_file():
-            key = config.own_key
-            detail = f"your file is not at {config.own}: copy it there, or give workloads={key} workloads.{key}=FILE"
+        if config.user_path is not None and not config.user_path.is_file():
+            key = config.user_key
+            detail = f"your file is not at {config.user_path}: copy it there, or give workloads={key} workloads.{key}=FILE"
             return Finding(SAMPLES_CHECK, "missing", detail)
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples
@@ -199,15 +199,15 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
     except (KeyError, ValidationError) as error:
         raise UserError(f"the questions cannot be read: {str(error).splitlines()[0]}") from None
     if identity.workloads_file is None:
-        if config.own is not None:  # the identity's author chose this path: never open it
+        if config.user_path is not None:  # the identity's author chose this path: never open it
             raise UserError("the user's samples or texts were asked, and the evidence has no copy")
         return config
     path = evidence.directory / identity.workloads_file
     if path.is_symlink() or path.parent.is_symlink():
         raise UserError(f"{path} is a link, not a file")
-    if path.is_file() and file_digest(path) != link.inputs.get(config.own_key):
+    if path.is_file() and file_digest(path) != link.inputs.get(config.user_key):
         raise UserError(f"{path} is not the file that was asked")
-    return config.model_copy(update={config.own_key: str(path)})
+    return config.model_copy(update={config.user_key: str(path)})
 
 
 def _check_verdict(evidence: Evidence, report: EvaluationReport) -> Finding:

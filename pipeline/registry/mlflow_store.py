@@ -28,7 +28,7 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTa
 from mlflow.exceptions import MlflowException
 
 from pipeline.registry import run_content
-from pipeline.registry.reaching import check_reachable, reached
+from pipeline.registry.store_errors import check_reachable, store_errors
 from pipeline.registry.store_files import check_files, follow_move
 from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
@@ -49,14 +49,14 @@ MAX_VERSIONS = 200_000
 
 
 class Client:
-    """MLflow's client. Every call runs within `reached`, which announces long waits and turns errors into one line."""
+    """MLflow's client. Every call runs within `store_errors`, which announces long waits and turns errors into one line."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
         self._client = MlflowClient(tracking_uri=location.uri, registry_uri=location.uri)
 
     def __getattr__(self, name: str) -> Any:
-        return reached(self._location)(getattr(self._client, name))
+        return store_errors(self._location)(getattr(self._client, name))
 
 
 class RegistryReader:
@@ -78,7 +78,7 @@ class RegistryReader:
         retries = os.environ[RETRIES]
         os.environ[RETRIES] = "0"  # report a missing server at once
         try:
-            with reached(location):
+            with store_errors(location):
                 # Client forwards every method of MlflowClient, and refuses with one line if a call fails.
                 self.location, self.client = location, cast(MlflowClient, Client(location))
                 follow_move(location)
@@ -135,10 +135,10 @@ class RegistryReader:
     def download(self, version: Version, folder: Path) -> Path:
         """Download the evidence of a version, with the engine if the registry has a copy; return the path.
 
-        Raises MissingRequirement if the files are gone, or as `reached` does.
+        Raises MissingRequirement if the files are gone, or as `store_errors` does.
         """
         try:
-            with reached(self.location):
+            with store_errors(self.location):
                 return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
         except MlflowException as error:
             raise MissingRequirement(

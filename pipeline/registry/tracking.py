@@ -156,7 +156,7 @@ def _names_a_place(uri: str) -> bool:
     try:
         parts = urlsplit(uri)
         return not scheme.startswith("http") or (bool(parts.hostname) and parts.port != 0 and " " not in uri)
-    except ValueError:  # invalid port, or a password with a slash, for which `reached` has a message
+    except ValueError:  # invalid port, or a password with a slash, for which `store_errors` has a message
         return "@" in rest
 
 

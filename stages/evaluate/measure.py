@@ -14,8 +14,8 @@ import numpy as np
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import Progress, no_progress
 from stages.engines.interface import Engine, SupportsDelivery
-from stages.evaluate.conformance.comparer import Comparer
-from stages.evaluate.conformance.comparison import Comparison, spread
+from stages.evaluate.conformance.comparer import SequenceComparer
+from stages.evaluate.conformance.comparison import ForcedDecodeComparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.decode import DecodeStep, StoppingCriteria, decode
 from stages.evaluate.decoding.results import ResultFolder, SampleResult
@@ -216,14 +216,14 @@ def _comparison(
     items: Sequence[EncodedSample],
     config: WorkloadsConfig,
     progress: Progress,
-) -> Comparison:
+) -> ForcedDecodeComparison:
     """Set up the comparison. `known`: the baseline's round, which determines a candidate's allowed distance."""
-    comparer = Comparer(engine, reference.with_limits_of(None if known is None else known.conformance))
-    return Comparison(comparer, items, spread(items, config.conformance_samples), config.batch_size, progress)
+    comparer = SequenceComparer(engine, reference.with_limits_of(None if known is None else known.conformance))
+    return ForcedDecodeComparison(comparer, items, spread(items, config.conformance_samples), config.batch_size, progress)
 
 
 def _conformance(
-    engine: Engine, comparison: Comparison | None, config: WorkloadsConfig, progress: Progress
+    engine: Engine, comparison: ForcedDecodeComparison | None, config: WorkloadsConfig, progress: Progress
 ) -> EngineConformance | None:
     """Return the result of the comparison. If there was none: None, or for a quick check an empty result, which cannot pass."""
     if comparison is None:

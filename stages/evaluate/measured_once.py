@@ -149,7 +149,7 @@ def _stress_test(
 ) -> StressResult:
     """Run the stress test within the limits of the configuration and the tokens of the workload."""
     limits = config.stress_test.limited(longest)
-    own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned) if config.own else None
+    own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned) if config.user_path else None
     texts = [item.prompt for item in encoded]
     return run_stress_test(engine, reference, limits, config.batch_size, longest, progress, baseline_error, own_tokens, texts)
 

@@ -133,7 +133,7 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     if not config.is_quick_check:
         stress = config.stress_test.limited(longest)
         limits = stress.max_tokens, longest, max(stress.max_batch, config.batch_size)
-        own = sum(question.prompt + question.answer for group in asked for question in group) if config.own else None
+        own = sum(question.prompt + question.answer for group in asked for question in group) if config.user_path else None
         half = stress.tokens(*limits, stress.share(own, *limits)) / 2
         pairs = half * stress.max_tokens / 4
         once += np.array([half, 0, pairs, stress.steps])

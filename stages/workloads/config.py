@@ -213,7 +213,7 @@ class WorkloadsConfig(StrictModel):
         """Whether no request is compared with the reference engine: such an evaluation is fast, and never passes."""
         return self.conformance_samples == 0
 
-    def asking_more(self, needed: Mapping[str, int], factor: float) -> MoreQuestions:
+    def more_questions(self, needed: Mapping[str, int], factor: float) -> MoreQuestions:
         """Return the overrides that ask `factor` times the questions of each workload, and at least `needed`."""
         counts = {
             name: max(math.ceil(factor * count), needed.get(name, needed.get("all", 0)))
@@ -230,12 +230,12 @@ class WorkloadsConfig(StrictModel):
         return MoreQuestions(changes, own_too_few, max((*counts.values(), *needed.values()), default=0))
 
     @property
-    def own_key(self) -> Literal["jsonl", "documents"]:
+    def user_key(self) -> Literal["jsonl", "documents"]:
         """The key that may name the user's samples or texts."""
         return "jsonl" if self.documents is None else "documents"
 
     @property
-    def own(self) -> Path | None:
+    def user_path(self) -> Path | None:
         """Path of the user's samples or texts; None if all samples are generated."""
         path = self.jsonl if self.documents is None else self.documents
         return Path(path).expanduser() if path is not None else None

@@ -9,8 +9,8 @@ import numpy as np
 from stages.engines.interface import Logits
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.replay import Replay
-from stages.evaluate.conformance.comparer import Comparer
-from stages.evaluate.conformance.deviations import passes
+from stages.evaluate.conformance.comparer import SequenceComparer
+from stages.evaluate.conformance.deviations import group_passes
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.free import contradiction
 
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 class AnswerChecks:
     """Collects the answers of a scenario, checks them, and reports wrong answers."""
 
-    def __init__(self, comparer: Comparer, failures: list[str]) -> None:
+    def __init__(self, comparer: SequenceComparer, failures: list[str]) -> None:
         """Start without answers. `failures`: list that receives the messages."""
         self.comparer, self.engine, self.failures = comparer, comparer.engine, failures
         self.answers: list[Answer] = []
@@ -88,7 +88,7 @@ class AnswerChecks:
             for answer in answers
         ]
         replays = list[Replay]()
-        for group in passes(feds):
+        for group in group_passes(feds):
             replays += self.comparer.reference.replay(group, disturbed=False)
             advance(sum(len(fed.tokens) for fed in group))
         for answer, replay in zip(answers, replays, strict=True):

@@ -52,7 +52,7 @@ class ComparedSequence:
 
 
 @dataclass(frozen=True)
-class Comparer:
+class SequenceComparer:
     """Compares sequences of one engine with its reference engine."""
 
     engine: Engine

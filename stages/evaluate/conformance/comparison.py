@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from stages.core.records import Progress, no_progress
-from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.explanation import find_explanation
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.decode import DecodeStep, decode, shares
@@ -18,12 +18,12 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import ComparedRequest, Deviation, EngineConformance
 
 
-class Comparison:
+class ForcedDecodeComparison:
     """Compares chosen requests of a forced decode with the reference engine, each once its last token is decoded."""
 
     def __init__(
         self,
-        comparer: Comparer,
+        comparer: SequenceComparer,
         encoded: Sequence[EncodedSample],
         chosen: Collection[int],
         batch_size: int,

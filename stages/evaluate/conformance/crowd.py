@@ -88,7 +88,7 @@ def wear(test: StressTest) -> None:
     pairs = [[test.sequence(name, length, WEAR_STEPS) for length in lengths[: test.largest]] for _ in range(2)]
     first, changed, resident = list[list[LogitSample]](), list[float](), list[int]()
     for number in range(count):
-        again = [ForcedSequence(name, one.prompt, list(one.ahead), watched=number < 2) for one in pairs[number % 2]]
+        again = [ForcedSequence(name, row.prompt, list(row.ahead), watched=number < 2) for row in pairs[number % 2]]
         test.prefill(*again)
         test.decode(*again, steps=WEAR_STEPS)
         test.release(*again)
@@ -128,10 +128,10 @@ def full_pool(test: StressTest) -> None:
         begin = page if number % 2 else test.draw(PAGE_TOKENS)
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + steps)]
         named.append((f"request {number} of {length} and {steps} tokens", (tokens, length)))
-    found = fill_pool(test.engine, named, rounds=test.scaled(ROUNDS))
-    test.counts.requests += found.requests
-    test.counts.preempted += found.preempted
-    test.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]
+    result = fill_pool(test.engine, named, rounds=test.scaled(ROUNDS))
+    test.counts.requests += result.requests
+    test.counts.preempted += result.preempted
+    test.failures += [f"full pool: {deviation}" for deviation in result.deviations[:3]]
 
 
 def _start_sleepers(test: StressTest) -> list[int]:
@@ -208,10 +208,10 @@ def _sample_logits(sequence: ForcedSequence) -> list[LogitSample]:
     return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in sequence.logits]
 
 
-def _difference(one: Sequence[LogitSample], other: Sequence[LogitSample]) -> npt.NDArray[np.float64]:
+def _difference(first: Sequence[LogitSample], other: Sequence[LogitSample]) -> npt.NDArray[np.float64]:
     """Return the largest absolute difference of logits by token; a NaN in a single run counts as infinite."""
     differences = [
         0.0 if np.array_equal(a, b, equal_nan=True) else float(np.nan_to_num(np.abs(a - b), nan=np.inf).max())
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(first, other, strict=True)
     ]
     return np.array(differences)

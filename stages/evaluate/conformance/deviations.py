@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from stages.core.records import or_infinite
-from stages.evaluate.conformance.comparer import ComparedSequence, Comparer
+from stages.evaluate.conformance.comparer import ComparedSequence, SequenceComparer
 from stages.evaluate.conformance.sequence import ForcedSequence, count_equal_first
 from stages.evaluate.distances.distance import Array
 from stages.verdict.conformance import Distance
@@ -52,7 +52,7 @@ S = TypeVar("S", bound=HasTokens)
 class Deviations:
     """Compares the sequences of a stress test, and reports the sequences that deviate."""
 
-    def __init__(self, comparer: Comparer) -> None:
+    def __init__(self, comparer: SequenceComparer) -> None:
         reference = comparer.reference
         self.comparer = comparer
         self.by_median = reference.measures_rounding or reference.assumed_rounding is None
@@ -101,7 +101,7 @@ class Deviations:
         Returns the chosen sequences whose rounding must still be measured.
         """
         unclear = []
-        for group in passes(chosen, shared=True):
+        for group in group_passes(chosen, shared=True):
             for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):
                 compared = [self.comparer.compare(sequence, replay, problem) for sequence in alike[first]]
                 if disturbed:
@@ -109,17 +109,19 @@ class Deviations:
                     self.worst = max(self.worst[0], own.kl_mean or 0.0), max(self.worst[1], own.kl_max or 0.0)
                 rounding = self.roundings.get(first.key)
                 if rounding is not None:
-                    compared = [replace(one, record=one.record.model_copy(update={"rounding": rounding})) for one in compared]
-                suspects = [self._times_allowed(one) > 1 for one in compared]
+                    compared = [
+                        replace(item, record=item.record.model_copy(update={"rounding": rounding})) for item in compared
+                    ]
+                suspects = [self._times_allowed(item) > 1 for item in compared]
                 if rounding is None and any(suspects):
                     unclear.append(first)
                     continue
-                for sequence, one, suspect in zip(alike[first], compared, suspects, strict=True):
-                    self.kl_means.append(or_infinite(one.record.engine.kl_mean))
+                for sequence, item, suspect in zip(alike[first], compared, suspects, strict=True):
+                    self.kl_means.append(or_infinite(item.record.engine.kl_mean))
                     if self.by_median:
-                        self.kl[sequence.name].append(one.kl)
+                        self.kl[sequence.name].append(item.kl)
                     if suspect:
-                        self.suspects.append((sequence, one))
+                        self.suspects.append((sequence, item))
                     sequence.logits, sequence.layers = [], []
                     done(len(sequence.tokens))
         return unclear
@@ -156,11 +158,11 @@ class Deviations:
             usual_row = float(np.median(np.concatenate([rows for parts in self.kl.values() for rows in parts])))
             yield from far_medians(self.kl, max(UNUSUAL_KL, UNUSUAL * usual_row))
         elif self.kl:
-            usual_rounding = float(np.median([one.kl_mean or 0.0 for one in self.roundings.values()]))
+            usual_rounding = float(np.median([rounding.kl_mean or 0.0 for rounding in self.roundings.values()]))
             yield from far_medians(self.kl, self.comparer.reference.limit**2 * usual_rounding)
 
 
-def passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S]]:
+def group_passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S]]:
     """Group sequences into passes of at most PASS_TOKENS tokens. `shared`: equal first tokens of a pass are computed once."""
     groups: list[list[S]] = []
     total = 0

@@ -15,7 +15,7 @@ from stages.core.records import or_infinite
 from stages.engines.reference.cache import Storage
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import quantize
-from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.policy import FP16_POLICY
@@ -54,7 +54,7 @@ def _scaled_one(storage: Storage) -> Storage:
     return storage if static is None else Storage(storage.form, Static(torch.ones_like(static.scale), static.zero))
 
 
-def find_explanation(comparer: Comparer, sequence: ForcedSequence) -> Explanation | None:
+def find_explanation(comparer: SequenceComparer, sequence: ForcedSequence) -> Explanation | None:
     """Return the known mistake that explains a deviating engine; None if none does.
 
     A mistake explains the engine if the engine conforms to its faulty reference, or is CLOSER times nearer to this one than to
@@ -64,7 +64,7 @@ def find_explanation(comparer: Comparer, sequence: ForcedSequence) -> Explanatio
     quantized = any(sequence.layers) and not comparer.problem(sequence)
     own = _compared(comparer, sequence, reference)
     limit = max(1.0, own.times_allowed(comparer.reference.limit) / CLOSER)
-    found = []
+    explanations = []
     for what, faulty in faulty_references(reference):
         if quantized and faulty.policy.formats != reference.policy.formats:
             continue
@@ -72,11 +72,11 @@ def find_explanation(comparer: Comparer, sequence: ForcedSequence) -> Explanatio
         record = _compared(comparer, sequence, faulty).model_copy(update={"rounding": own.rounding})
         times = record.times_allowed(comparer.reference.limit)
         if math.isfinite(times) and times <= limit:
-            found.append((times, Explanation(what=what, kl=or_infinite(record.engine.kl_mean))))
-    return min(found, key=lambda part: part[0])[1] if found else None
+            explanations.append((times, Explanation(what=what, kl=or_infinite(record.engine.kl_mean))))
+    return min(explanations, key=lambda part: part[0])[1] if explanations else None
 
 
-def _compared(comparer: Comparer, sequence: ForcedSequence, engine: TorchEngine) -> ComparedRequest:
+def _compared(comparer: SequenceComparer, sequence: ForcedSequence, engine: TorchEngine) -> ComparedRequest:
     """Compare a sequence with another `TorchEngine` instead of the reference engine."""
     other = replace(comparer, reference=replace(comparer.reference, engine=engine))
     ((replay, _),) = other.replay([sequence])

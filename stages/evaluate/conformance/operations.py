@@ -14,7 +14,7 @@ import numpy as np
 from stages.core.records import Progress, no_progress
 from stages.engines.interface import Logits, SupportsExtend, SupportsFork, SupportsRequests
 from stages.evaluate.conformance.answers import AnswerChecks
-from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.deviations import Deviations
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.system import allocation
@@ -67,7 +67,7 @@ class Counts:
 class StressTest:
     """State of a run over all scenarios."""
 
-    comparer: Comparer
+    comparer: SequenceComparer
     config: StressTestConfig
     max_tokens: int
     largest: int

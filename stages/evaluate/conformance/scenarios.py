@@ -96,7 +96,7 @@ def ragged(test: StressTest) -> list[ForcedSequence]:
         test.sequence(f"{most:,} tokens", most - steps, steps),
         test.sequence("a long answer", min(begins, most - far), far),
         test.sequence("a row of the claimed length", claimed, min(CLAIMED_STEPS, most - claimed)),
-        test.sequence("1 token and far", 1, far),
+        test.sequence("a long decode from 1 token", 1, far),
     ][:size]
     lengths = offsets_and_borders(test, size - len(chosen), most - LEAVING - 2)
     rest = [
@@ -136,7 +136,7 @@ def equal(test: StressTest) -> None:
     - Prompts begin like the last released sequence: with all of its tokens, or up to a few tokens before or after a page's end.
     """
     prompt = test.draw(PAGE_TOKENS - test.randint(1, 2 * STEPS - 1))
-    role = f"equal prompts of {len(prompt)} tokens that part"
+    role = f"equal prompts of {len(prompt)} tokens with different continuations"
     test.serve([test.sequence(role, prompt, 2 * STEPS) for _ in range(2)])
     page, role = test.draw(PAGE_TOKENS), "prompts with an equal page"
     if test.max_tokens >= 2 * PAGE_TOKENS + STEPS:
@@ -199,17 +199,17 @@ def _whole_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
     ]
     if count > 1:
         others += [
-            ("a kept beginning", beginning),
-            ("a kept beginning and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]),
-            ("a kept beginning with another last chunk", [*beginning[:-chunk], *test.draw(chunk + 5)]),
-            ("a kept beginning with swapped chunks", [*beginning[chunk : 2 * chunk], *beginning[:chunk], *test.draw(5)]),
-            ("a kept beginning in another order", [beginning[0], *beginning[chunk - 2 : 0 : -1], *beginning[chunk - 1 :]]),
+            ("a cached prefix", beginning),
+            ("a cached prefix and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]),
+            ("a cached prefix with another last chunk", [*beginning[:-chunk], *test.draw(chunk + 5)]),
+            ("a cached prefix with swapped chunks", [*beginning[chunk : 2 * chunk], *beginning[:chunk], *test.draw(5)]),
+            ("a cached prefix in another order", [beginning[0], *beginning[chunk - 2 : 0 : -1], *beginning[chunk - 1 :]]),
         ]
         # A token that is 256 larger has an equal low byte.
         for place, step in ((chunk - 1, 1), (test.randint(0, chunk - 2), 256)):
             token = (beginning[place] + step) % test.engine.vocab_size
             changed = [*beginning[:place], token, *beginning[place + 1 : 2 * chunk]]
-            others.append((f"a kept beginning with another token {place}", [*changed, *test.draw(5)]))
+            others.append((f"a cached prefix with another token {place}", [*changed, *test.draw(5)]))
     for number, (role, prompt) in enumerate([*alike, *others]):
         sequence = test.sequence(role, prompt, STEPS)
         reuses = 0 < number < len(alike)
@@ -231,14 +231,14 @@ def _drawn_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
             for i in range(together)
         ]
         room = test.max_tokens - 2 * STEPS
-        rows = [test.sequence("a drawn part of a kept beginning", prompt[: room - 1], STEPS) for prompt in prompts]
+        rows = [test.sequence("a random part of a cached prefix", prompt[: room - 1], STEPS) for prompt in prompts]
         test.prefill(*rows)
         test.counts.prefixes += together
         if isinstance(test.engine, SupportsExtend):
             test.decode(*rows)
             test.extend(rows[0], test.randint(1, min(2 * PAGE_TOKENS, room - len(rows[0].tokens) + 1)))
         if isinstance(test.engine, SupportsFork) and together < test.largest:
-            rows.append(test.fork(rows[-1], "a fork of a prompt with a kept beginning", STEPS))
+            rows.append(test.fork(rows[-1], "a fork of a prompt with a cached prefix", STEPS))
         test.finish(rows)
 
 
@@ -248,8 +248,8 @@ def _dropped_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
         other = ForcedSequence("", test.draw(test.max_tokens - 1), watched=False)
         test.prefill(other)
         test.release(other)
-    test.serve([test.sequence("a kept beginning after many others", [*beginning[: 2 * chunk], *test.draw(5)], STEPS)])
-    live = test.sequence("a prompt whose kept beginning is dropped", [*beginning[:chunk], *test.draw(5)], STEPS)
+    test.serve([test.sequence("a cached prefix after many others", [*beginning[: 2 * chunk], *test.draw(5)], STEPS)])
+    live = test.sequence("a prompt whose cached prefix is dropped", [*beginning[:chunk], *test.draw(5)], STEPS)
     test.prefill(live)
     if isinstance(test.engine, SupportsForgetting):
         test.engine.forget_prefixes()
@@ -276,7 +276,7 @@ def shared(test: StressTest) -> None:
     rows: list[ForcedSequence] = []
     for number in range(count):
         # Every second row is forked from the row two places before.
-        rows.append(test.fork(rows[-2] if number > 1 and number % 2 else origin, f"row {number} on one prefix", 4 * STEPS))
+        rows.append(test.fork(rows[-2] if number > 1 and number % 2 else origin, f"fork {number} of one prefix", 4 * STEPS))
         rows[-1].ahead[1] = again
         if number >= CONTINUED:
             rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
@@ -357,7 +357,7 @@ def long_queue(test: StressTest) -> None:
     """Generate three long answers while many short prompts wait for the remaining places of the batch."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
-    waiting = [test.sequence("one of many that wait", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
+    waiting = [test.sequence("a short prompt in a long queue", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
     waiting += [waiting[i] for i in test.rng.integers(0, len(waiting), test.scaled(REPEATED))]
     limits = np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist()
     # Long prompts are quotes, because answers to short random prompts repeat one token. The waiting requests take turns in the

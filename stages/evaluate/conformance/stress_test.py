@@ -13,7 +13,7 @@ from dataclasses import asdict
 from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsExtend, SupportsForgetting, SupportsRequests
-from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import RESTING_TURN, StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS
@@ -59,7 +59,7 @@ def run_stress_test(
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
-    comparer = Comparer(engine, reference.with_limits_of(baseline))
+    comparer = SequenceComparer(engine, reference.with_limits_of(baseline))
     share = config.share(asked, max_tokens, claimed, largest)
     test = StressTest(comparer, config, max_tokens, largest, claimed, seed, share, texts, progress)
     _run_scenarios(test)

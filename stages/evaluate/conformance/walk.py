@@ -268,7 +268,7 @@ class Walk:
             for child in children:
                 self._extend(child, turn if equal else len(turn))
         elif self.rng.random() < 1 / 2:
-            self._decode(self._mixed([one for one in (row, *children) if one in self.rows]))
+            self._decode(self._mixed([member for member in (row, *children) if member in self.rows]))
 
     def _fork(self, row: ForcedSequence) -> ForcedSequence:
         """Return a fork; the row itself if the engine cannot fork or has no room."""

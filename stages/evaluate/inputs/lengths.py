@@ -9,7 +9,7 @@ from stages.policies.policy import PAGE_TOKENS, whole_pages
 from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
 from stages.workloads.conversation import Slot
 from stages.workloads.long import document_slot, make_questions
-from stages.workloads.own import document_words
+from stages.workloads.user_files import document_words
 
 SLACK = 32
 """Maximum unused tokens of a document's length with its longest question: less than a page, because a promotion compares the

@@ -81,8 +81,8 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     samples += long_samples(config)
     if config.gsm8k:
         samples += gsm8k_samples(config.gsm8k, config.seed)
-    if config.jsonl is not None and config.own is not None:
-        samples += read_jsonl(config.own, {sample.id for sample in samples})
+    if config.jsonl is not None and config.user_path is not None:
+        samples += read_jsonl(config.user_path, {sample.id for sample in samples})
     return samples
 
 

@@ -15,8 +15,8 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.engines.interface import Engine
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.conformance.comparer import Comparer
-from stages.evaluate.conformance.comparison import Comparison
+from stages.evaluate.conformance.comparer import SequenceComparer
+from stages.evaluate.conformance.comparison import ForcedDecodeComparison
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
@@ -45,7 +45,7 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
     """Force-decode samples on an engine and compare every sample with the reference."""
-    comparison = Comparison(Comparer(engine, reference), encoded, range(len(encoded)), batch_size)
+    comparison = ForcedDecodeComparison(SequenceComparer(engine, reference), encoded, range(len(encoded)), batch_size)
     comparison.decode_missing()
     return comparison.result()
 

@@ -29,7 +29,7 @@ from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
-from stages.workloads.own import own_content
+from stages.workloads.user_files import user_content
 
 TINY = Path(__file__).resolve().parents[3] / "stages" / "tiny" / "checkpoint"
 SAMPLES = ["workloads=builtin", "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"]
@@ -90,9 +90,9 @@ def judged_engine(
     exact = make("quantize", "quantize fp16", inputs, {"kv_scales.json": "{}"}, weights="none")
     coded = make("quantize", f"quantize {kv}", inputs, {"kv_scales.json": '{"layers": []}'}, weights="none")
     baseline, engine = chain.bundle(weights, exact, FP16_POLICY), chain.bundle(weights, coded, policy)
-    key, samples_path = config.workloads.own_key, config.workloads.own
+    key, samples_path = config.workloads.user_key, config.workloads.user_path
     digests: dict[str, str] = (
-        {key: hashlib.sha256(own_content(key, samples_path)).hexdigest()} if samples_path is not None else {}
+        {key: hashlib.sha256(user_content(key, samples_path)).hexdigest()} if samples_path is not None else {}
     )
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **digests}, {"round.json": "{}"})
     rows = every_class(**lost)

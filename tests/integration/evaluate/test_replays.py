@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.engines.random_llama import BY_NAME, make_reference
 
-from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.deviations import Deviations
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.sequence import ForcedSequence
@@ -19,13 +19,13 @@ PROMPT, COMMON = 90, 95
 """Tokens of the prompt; tokens that both sequences have in common, including decoded tokens."""
 
 
-def comparer_of(model: Any, name: str = "int8") -> Comparer:
+def comparer_of(model: Any, name: str = "int8") -> SequenceComparer:
     """Return a comparer of a reference engine with another reference engine of the same policy."""
     engine, reference = (make_reference(model, BY_NAME[name], SHAPE, prefill_chunk=64) for _ in range(2))
-    return Comparer(engine, ReferenceEngine(reference))
+    return SequenceComparer(engine, ReferenceEngine(reference))
 
 
-def decode_sequence(comparer: Comparer, tokens: list[int], rows: int) -> ForcedSequence:
+def decode_sequence(comparer: SequenceComparer, tokens: list[int], rows: int) -> ForcedSequence:
     """Return a sequence of the engine with the logits of its last `rows` tokens."""
     engine, sequence = comparer.engine, ForcedSequence("a sequence", tokens[:PROMPT])
     (handle,), logits = engine.prefill([sequence.prompt])
@@ -40,7 +40,7 @@ def decode_sequence(comparer: Comparer, tokens: list[int], rows: int) -> ForcedS
     return sequence
 
 
-def pair(comparer: Comparer) -> tuple[ForcedSequence, ForcedSequence]:
+def pair(comparer: SequenceComparer) -> tuple[ForcedSequence, ForcedSequence]:
     """Return two sequences with COMMON equal tokens; the second has logits only for later tokens, like a fork."""
     rng = np.random.default_rng(0)
     counts = (COMMON, 12, 50)

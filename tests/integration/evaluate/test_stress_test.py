@@ -20,7 +20,7 @@ from stages.engines.backend import ROUNDING
 from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
-from stages.evaluate.conformance.comparer import Comparer
+from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
@@ -163,8 +163,8 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("logits_of_last_prompt", WIDE, "batch", "(a prompt that joins)"),
     ("rows_above_16_beyond_192", FAR, "", "(page offset 63, row 16 of a batch of 18), layer 0"),
     ("second_turn_one_early", WIDE, "walk", "walk: "),
-    ("equal_prompts_never_part", WIDE, "equal", "tokens that part: first stored wrong at position "),
-    ("after_330_decoded", FAR, "", "batch: 1 token and far: first stored wrong at position 331"),
+    ("equal_prompts_never_part", WIDE, "equal", "tokens with different continuations: first stored wrong at position "),
+    ("after_330_decoded", FAR, "", "batch: a long decode from 1 token: first stored wrong at position 331"),
     ("answers_wrap_at_103", FAR, "", "generate: token 1 of the answer to a prompt of"),
     ("logits_of_another_leak", FAR, "", "isolation: "),
 ]
@@ -311,7 +311,7 @@ IN_LATER_SCENARIOS = [
     (limits_of_the_place, "long_queue", "generate: "),
     (rows_by_handle, "walk", "walk: a "),
     (long_turns_cut, "walk", "walk: a conversation"),
-    (many_forks_share, "shared", "shared: row"),
+    (many_forks_share, "shared", "shared: fork"),
     (FAULTS["third_fork_loses_a_token"].plant, "walk", "walk: "),
 ]
 
@@ -372,7 +372,7 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(int8: Path, reference
 
 
 def test_decode_steps_reach_most_lengths_up_to_the_longest_sample(int8: Path, reference: ReferenceEngine) -> None:
-    test = StressTest(Comparer(load_engine(int8, threads=1), reference), FAR, FAR.max_tokens, 20, 900)
+    test = StressTest(SequenceComparer(load_engine(int8, threads=1), reference), FAR, FAR.max_tokens, 20, 900)
     lengths = {len(row.prompt) + step for row in ragged(test) for step in range(len(row.ahead))}
     assert len(lengths & set(range(1, 900))) > 750
 

@@ -13,9 +13,9 @@ from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 from pipeline.chain.dry import preview
 from pipeline.chain.runner import run
 from pipeline.cli import console
+from pipeline.config.auto_options import has_chat_template
 from pipeline.config.compose import Plan, plan
 from pipeline.config.stages import STAGES
-from pipeline.config.suiting import has_chat_template
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.summary import new_sweep
 from pipeline.registry.tracking import locate

@@ -21,7 +21,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, encode, encode_rounds
 from stages.workloads.config import LONG_QUESTIONS, WorkloadsConfig
 from stages.workloads.documentation import SPLITS, pages
 from stages.workloads.long import CODES, document_slot, make_questions
-from stages.workloads.own import document_words
+from stages.workloads.user_files import document_words
 
 DOCUMENTS = [document_slot(2048, number, seed=0) for number in range(8)]
 RECORD = re.compile(r"The (code|home) of |\{\"ware")

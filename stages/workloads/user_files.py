@@ -16,7 +16,7 @@ TOKENS_PER_WORD = 4
 as too short if they cannot fill a document even at these rates."""
 
 
-def own_files(key: str, path: Path) -> list[Path]:
+def user_files(key: str, path: Path) -> list[Path]:
     """Return the user's file, or the text files below the user's directory in the order of their paths.
 
     Raises UserError if there are none.
@@ -31,9 +31,9 @@ def own_files(key: str, path: Path) -> list[Path]:
     return files
 
 
-def own_content(key: str, path: Path) -> bytes:
+def user_content(key: str, path: Path) -> bytes:
     """Return the content of the user's files, joined by empty lines. Raises UserError if a file cannot be read."""
-    return b"\n\n".join(read_user_file(key, file) for file in own_files(key, path))
+    return b"\n\n".join(read_user_file(key, file) for file in user_files(key, path))
 
 
 def document_words(config: WorkloadsConfig) -> list[str] | None:
@@ -41,11 +41,11 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
 
     Raises UserError if a file cannot be read or is not UTF-8, or if all texts are too short for the longest document.
     """
-    if config.documents is None or config.own is None or not config.lengths:
+    if config.documents is None or config.user_path is None or not config.lengths:
         return None
-    key = f"workloads.documents={config.own}"
+    key = f"workloads.documents={config.user_path}"
     texts = []
-    for file in own_files("workloads.documents", config.own):
+    for file in user_files("workloads.documents", config.user_path):
         try:
             texts.append(read_user_file("workloads.documents", file).decode("utf-8-sig"))
         except UnicodeDecodeError as error:

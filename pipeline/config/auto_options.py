@@ -11,7 +11,7 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import MACHINE_ERRORS, MissingRequirement, UserError
 
 AUTO = "auto"
-SUITING = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
+AUTO_OPTIONS = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
 """Group -> (option for the tiny model, option for any other model). An unresolved `auto` has the values of the first option."""
 TINY = "pkg://stages.tiny/checkpoint"
 TOKENIZER = "tokenizer.json"

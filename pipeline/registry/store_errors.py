@@ -51,7 +51,7 @@ MISSING = {
 
 
 @contextmanager
-def reached(location: Location) -> Iterator[None]:
+def store_errors(location: Location) -> Iterator[None]:
     """Turn errors of the store into one line, and announce a wait longer than QUIET_S with its time limit.
 
     Raises:
@@ -91,11 +91,11 @@ def _driver_line(error: Exception) -> str:
 def check_reachable(location: Location) -> None:
     """Refuse a database that cannot be opened, or is another program's. Servers are not checked: MLflow's client fails fast.
 
-    Raises as `reached` does.
+    Raises as `store_errors` does.
     """
     if location.served:
         return
-    with reached(location):
+    with store_errors(location):
         from sqlalchemy import create_engine
 
         kind = location.uri.partition(":")[0]

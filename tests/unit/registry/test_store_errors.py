@@ -12,9 +12,9 @@ import pytest
 from helpers.refusals import refused
 
 from pipeline.config.config import ENVIRONMENT, Tracking
-from pipeline.registry import reaching
+from pipeline.registry import store_errors
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.reaching import check_reachable
+from pipeline.registry.store_errors import check_reachable
 from pipeline.registry.tracking import locate
 from stages.core.errors import MissingRequirement, UserError
 
@@ -95,7 +95,7 @@ def test_an_unusable_store_folder_is_named(tmp_path: Path) -> None:
 def test_a_silent_store_is_awaited_for_the_configured_time(
     served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reaching, "QUIET_S", 0.2)
+    monkeypatch.setattr(store_errors, "QUIET_S", 0.2)
     with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other, socket.create_server(ANY) as silent:
         other.execute("create table t (a)")
         other.execute("begin exclusive")
