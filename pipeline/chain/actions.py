@@ -100,13 +100,16 @@ def promote(run: Run) -> None:
 
 
 def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
-    """Return the candidates of the configured model in a summary. Raises UserError if there are none."""
-    model = config.model.label
+    """Return the candidates of the configured model in a summary. Raises UserError if there are none, or none of the name."""
+    model, name = config.model.label, config.promote.name
     candidates = [candidate for candidate in last.candidates if candidate.model == model]
     if not candidates:
         models = ", ".join(sorted({candidate.model for candidate in last.candidates}))
         hint = f"the last ones are of {models}: give their model.path" if models else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
+    names = [candidate.name for candidate in candidates]
+    if name is not None and name not in names:
+        raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, names)}")
     return candidates
 
 
@@ -118,9 +121,6 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     judged = candidates_of(config, last)
-    names = [candidate.name for candidate in judged]
-    if name is not None and name not in names:
-        raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, names)}")
     with run.engines() as engines:
         with show_progress("replaying the evidence"):
             move = engines.promote(judged, model, name)
@@ -129,8 +129,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             summary.note_champion(config.work, last.sweep, move.champion)
             tables.print_comparison(candidates)
             console.result("champion", console.Styled("green", move.message), champion=move.champion, message=move.message)
-            for rejected, reason in tables.reasons_against(candidates, move).items():
-                console.result("not_chosen", f"  not {rejected}: {reason}", candidate=rejected, reason=reason)
+            tables.print_reasons_against(candidates, move)
             show_page(config, candidates, last, unfinished=unfinished, move=move)
             compare_in_mlflow(config, candidates, last.sweep)
     best = next(candidate for candidate in candidates if candidate.name == move.champion)
@@ -151,6 +150,22 @@ def rollback(run: Run) -> None:
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", move.message, champion=move.champion, message=move.message)
+
+
+def preview_promotion(config: Config) -> None:
+    """Print the move that stage=promote would make. Raises as `promote` does."""
+    judged = candidates_of(config, promotable(config))
+    with Run(config).engines() as engines, show_progress("replaying the evidence"):
+        move = engines.promote(judged, config.model.label, config.promote.name)
+    console.result("move", move.message, champion=move.champion, message=move.message)
+    tables.print_reasons_against(move.candidates, move)
+
+
+def preview_rollback(config: Config) -> None:
+    """Print the move that stage=rollback would make. Raises as `rollback` does."""
+    with Run(config).engines(decides=False) as engines, show_progress("replaying the evidence"):
+        move = engines.rollback()
+    console.result("move", move.message, champion=move.champion, message=move.message)
 
 
 def route(run: Run) -> None:
@@ -228,7 +243,9 @@ CHECKS: dict[Stage, Callable[[Config], object]] = {
 """Checks of the inputs that only one stage has."""
 
 CHECKS_AHEAD: dict[Stage, Callable[[Config], object]] = {
-    "promote": promotable,
     "audit": lambda config: open_backend(config.backend).audit(locate_checkpoint(config.model.path)),
 }
 """Checks that only a dry run makes, because the stage itself begins with them."""
+
+PREVIEWS: dict[Stage, Callable[[Config], None]] = {"promote": preview_promotion, "rollback": preview_rollback}
+"""Functions of a dry run that print the move of the champion, if all checks succeed."""

@@ -5,7 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
@@ -25,14 +26,19 @@ if TYPE_CHECKING:
 
 
 @cache
-def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
-    """Open a model's tracking store once; return None if tracking is off. Importing MLflow takes 2 s."""
+def open_store(tracking: Tracking, workdir: Path, model: str, dry: bool = False) -> "MlflowStore | None":
+    """Open a model's tracking store once; return None if tracking is off. Importing MLflow takes 2 s.
+
+    `dry`: whether to return only a reader, so that nothing is created. Raises UserError if there is no store.
+    """
     if not tracking.enabled:
         return None
     location = locate(tracking, workdir, model)
-    from pipeline.registry.mlflow_store import MlflowStore
+    if dry and not location.exists:
+        raise UserError(f"{location} does not exist; run stage=evaluate first, or name the store")
+    from pipeline.registry.mlflow_store import MlflowStore, RegistryReader
 
-    return MlflowStore(location)
+    return cast(MlflowStore, RegistryReader(location)) if dry else MlflowStore(location)
 
 
 @dataclass
@@ -59,9 +65,9 @@ class Run:
 
     @cached_property
     def registry(self) -> "MlflowStore | None":
-        """The model's tracking store; None if tracking is off."""
+        """The model's tracking store; None if tracking is off. A dry run can only read it."""
         with show_progress("opening MLflow"):
-            return open_store(self.config.tracking, self.config.work, self.config.model.label)
+            return open_store(self.config.tracking, self.config.work, self.config.model.label, self.config.dry)
 
     def make(self) -> Artifact:
         """Take the steps of a stage that makes artifacts; return the last artifact. Raises ValueError for other stages."""
@@ -92,7 +98,10 @@ class Run:
         with ExitStack() as stack:
 
             def fetch(version: Version) -> None:
-                folder = stack.enter_context(scratch_folder(self.config.artifacts, "identity", version.identity_digest))
+                if self.config.dry:  # writes nothing to the work directory
+                    folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvgate-")))
+                else:
+                    folder = stack.enter_context(scratch_folder(self.config.artifacts, "identity", version.identity_digest))
                 evidence = download_evidence(store, version, folder)
                 if evidence.engine is None:
                     raise GateRefusal(
@@ -102,4 +111,4 @@ class Run:
                 add_questions(evidence, self.config.workloads)
                 directories[version.identity_digest] = evidence.directory
 
-            yield Engines(store, partial(registered_engine, directories, self.config.signing, gates), fetch)
+            yield Engines(store, partial(registered_engine, directories, self.config.signing, gates), fetch, self.config.dry)

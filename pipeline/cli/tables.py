@@ -84,6 +84,12 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     return Grid(console.relative(f"{policy} of {model}: {directory}"), columns, rows, FINDING_COLOURS)
 
 
+def print_reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> None:
+    """Print why a promotion did not choose the other candidates."""
+    for rejected, reason in reasons_against(candidates, move).items():
+        console.result("not_chosen", f"  not {rejected}: {reason}", candidate=rejected, reason=reason)
+
+
 def print_registry(location: Location) -> None:
     """Print the registered model and its tracking store."""
     line = f"registry: {location.model_name} at {location}"

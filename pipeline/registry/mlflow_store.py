@@ -94,6 +94,14 @@ class RegistryReader:
         aliases = {alias: str(number) for alias, number in model.aliases.items() if str(number) in versions}
         return RegisteredModel(name, versions, aliases, model.tags)
 
+    def read(self) -> RegisteredModel:
+        """Return the current state of the configured registered model. Raises UserError if it does not exist."""
+        name = self.location.model_name
+        try:
+            return self.model(name)
+        except MlflowException as error:
+            raise UserError(f"{self.location} has no registered model {name}; judge one, or name another") from error
+
     def engine_digest(self, entry: Version) -> str | None:
         """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
         return cast(str | None, self._judged_by(entry)["tags"].get("engine_digest"))
@@ -336,10 +344,6 @@ class MlflowStore(RegistryReader):
         return model
 
     # Versions, tags and aliases
-
-    def read(self) -> RegisteredModel:
-        """Return the current state of the registered model."""
-        return self.model(self.location.model_name)
 
     def set_alias(self, alias: str, version: str | None) -> None:
         """Point an alias at a version; None removes the alias."""

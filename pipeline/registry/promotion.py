@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cached_property
 from getpass import getuser
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
 """Tags of a version: who promoted it, when, and over which version; who rolled it back, and when."""
-TESTED_TOKENS = "quality/covered_tokens"
-"""Metric: the longest context that the evaluation tested, in tokens."""
+TESTED_TOKENS, TESTED_BATCH = "quality/covered_tokens", "quality/covered_batch"
+"""Metrics: the longest context that the evaluation tested, in tokens, and the largest batch."""
 MIN_TESTED_SHARE = 0.5
 """Minimum tested context of a candidate that is promoted without promote.name, as a share of the champion's tested context. The
 share is below 1 because two evaluations rarely ask questions of exactly the same lengths."""
@@ -152,6 +152,8 @@ class Engines:
     fetch: Callable[[Version], None] | None = None
     """Downloads the evidence and the engine of a version, so that `read` finds them. Raises GateRefusal if the registry has no
     copy."""
+    dry: bool = False
+    """Whether moves are only described."""
     _engines_read: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -212,7 +214,10 @@ class Engines:
                 raise GateRefusal(f"{best.name} is not promoted: another command rolled it back meanwhile; run it again")
             self.registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
 
-        make_moves(self.registry, [Move(CHAMPION, before, before.moved_to(best.version), record)])
+        move = Move(CHAMPION, before, before.moved_to(best.version), record)
+        if self.dry:
+            return PromotionMove(best.name, self._planned(move), compared, excluded)
+        make_moves(self.registry, [move])
         since = rolled_back.get(best.report.digest)
         over = f" over version {before.now}{self._other_checkpoint(best)}" if before.now is not None else ""
         note = f"; it had been rolled back at {since}" if since is not None else ""
@@ -224,6 +229,24 @@ class Engines:
         """Return " of another checkpoint" if the champion has one; "" if it has the candidate's, or if either is unknown."""
         digests = {self.registry.checkpoint_digest(self.model.pointed_at[CHAMPION]), candidate.checkpoint}
         return "" if None in digests or len(digests) == 1 else " of another checkpoint"
+
+    def _planned(self, move: Move) -> str:
+        """Return a sentence about a move that a dry run does not make."""
+        (now, _), after = move.before, move.after
+        return (
+            f"would move the champion of {self.model.name} from {self._tested(now)} to {self._tested(after.now)}; previous "
+            f"becomes {self._tested(after.previous)}"
+        )
+
+    def _tested(self, number: str | None) -> str:
+        """Return a version with its tested range: `version 1 (int8, up to 970 tokens, batch 32)`."""
+        if number is None:
+            return "none"
+        version = self.model.versions[number]
+        metrics = self.registry.metrics(version)
+        tokens, batch = metrics.get(TESTED_TOKENS), metrics.get(TESTED_BATCH)
+        tested = "" if tokens is None or batch is None else f", up to {tokens:,.0f} tokens, batch {batch:,.0f}"
+        return f"version {number} ({version.name}{tested})"
 
     def _judge_again(self, candidates: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the candidates, or only those called `name`, read from their artifacts and decided again."""
@@ -302,7 +325,10 @@ class Engines:
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"stage=rollback: {version} cannot become the champion again: {error}") from error
         tags = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None, ROLLED_BACK_BY: author(), ROLLED_BACK_AT: _now()}
-        make_moves(self.registry, [Move(CHAMPION, before, after, partial(self.registry.set_tags, bad, tags), back=True)])
+        move = Move(CHAMPION, before, after, lambda: self.registry.set_tags(bad, tags), back=True)
+        if self.dry:
+            return PromotionMove(version.name, self._planned(move))
+        make_moves(self.registry, [move])
         message = f"{version.name} (version {version.number}) is the champion again, version {bad} is not"
         return PromotionMove(version.name, message)
 

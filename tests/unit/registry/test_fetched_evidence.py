@@ -7,6 +7,8 @@ import pytest
 from helpers.commands.jobs import run_job
 from helpers.registry.judged_engine import SAMPLES, candidate_of, config_of, judged_engine
 
+from pipeline.chain.dry import preview
+from pipeline.config.compose import plan
 from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
@@ -32,14 +34,22 @@ class Fleet:
         """Judge and register an engine."""
         work = work or self.judging
         evidence = judged_engine(work / "artifacts", workloads or SAMPLES, kv=kv)
-        candidate = candidate_of(evidence).model_copy(update={"version": ""})
+        metrics = {"quality/covered_tokens": 1024.0, "quality/covered_batch": 2.0}
+        candidate = candidate_of(evidence).model_copy(update={"version": "", "metrics": metrics})
         store = self.store()
         with store.candidate(kv, kv, "onnxruntime", {}) as run:
             summary.record(work, kv, store.register(run, candidate))
 
-    def command(self, *overrides: str, work: Path | None = None) -> None:
+    def arguments(self, *overrides: str, work: Path | None = None) -> list[str]:
         where = f"workdir={work or self.serving}", f"tracking.uri={self.uri}", f"tracking.model_name={self.name}"
-        run_job(config_of(*where, "model.path=/models/some-llm", *overrides), "20260105-000000-1-e")
+        keys = {part.partition("=")[0]: part for part in (*where, "model.path=/models/some-llm", *overrides)}
+        return list(keys.values())
+
+    def command(self, *overrides: str, work: Path | None = None) -> None:
+        run_job(config_of(*self.arguments(*overrides, work=work)), "20260105-000000-1-e")
+
+    def preview(self, *overrides: str, work: Path | None = None) -> int:
+        return preview(plan(self.arguments(*overrides, "dry=true", work=work), multirun=False))
 
     def promote(self, *names: str) -> None:
         for name in names:
@@ -117,3 +127,27 @@ def test_a_champion_of_another_work_directory_competes(fleet: Fleet, capsys: pyt
     assert "int8 (version 1) stays the champion" in output
     assert f"Serve it with: pipeline.api.champion('{fleet.name}')" in output
     assert PARTIAL not in output
+
+
+def test_a_dry_run_shows_the_move_and_makes_none(fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet.judge("int8")
+    fleet.judge("fp8")
+    fleet.promote("int8")
+    store, moved = fleet.store(), f"would move the champion of {fleet.name} from version"
+    before, tags = store.read().aliases, [version.tags for version in store.read().versions.values()]
+    capsys.readouterr()
+    assert fleet.preview("stage=promote", "promote.sweep=fp8", "promote.name=fp8", work=fleet.judging) == 0
+    line = f"{moved} 1 (int8, up to 1,024 tokens, batch 2) to version 2 (fp8, up to 1,024 tokens, batch 2); previous becomes"
+    assert f"{line} version 1 (int8" in capsys.readouterr().out
+    assert fleet.preview("stage=rollback") == 2
+    assert "champion cannot go back: it has no previous engine" in capsys.readouterr().err
+    assert (store.read().aliases, [version.tags for version in store.read().versions.values()]) == (before, tags)
+
+    fleet.promote("fp8")
+    capsys.readouterr()
+    assert fleet.preview("stage=rollback") == 0
+    assert f"{moved} 2 (fp8, up to 1,024 tokens, batch 2) to version 1 (int8" in capsys.readouterr().out
+    assert (fleet.champion(), fleet.serving.exists()) == ("fp8", False)
+    for wrong in ("tracking.model_name=kvgate-nothing", f"tracking.uri=sqlite:///{tmp_path / 'none.db'}"):
+        assert fleet.preview("stage=rollback", wrong) == 2
+    assert not (tmp_path / "none.db").exists()
