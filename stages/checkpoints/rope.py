@@ -25,6 +25,8 @@ REQUIRED_PARAMETERS = {
 """Kind of rotary scaling -> its required parameters."""
 OPTIONAL_PARAMETERS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 """Kind of rotary scaling -> its optional parameters."""
+FLAGS = ("truncate", "finetuned")
+"""Parameters that are true or false. The others are numbers."""
 MAX_VALUE = 1e12
 ROPE_TEXTS = ("rope_type", "type")
 
@@ -189,11 +191,13 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
     if kind not in ROPE_TYPES:
         choices = ", ".join(ROPE_TYPES)
         raise refusal(path, f"config.json: {place}.rope_type={short(kind)} is not supported; use one of {choices}")
+    read = (*COMMON_KEYS, *REQUIRED_PARAMETERS.get(kind, ()), *OPTIONAL_PARAMETERS.get(kind, ()))
     for key, value in parameters.items():
-        if key not in ROPE_TEXTS and not (value is None or type(value) is bool or is_number(value)):
+        may_be_bool = key in FLAGS or key not in read
+        if key not in ROPE_TEXTS and not (value is None or is_number(value) or (type(value) is bool and may_be_bool)):
             raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(value)}")
         plain = value in (None, False) or (key == "factor" and value == 1)
-        if not plain and key not in (*COMMON_KEYS, *REQUIRED_PARAMETERS.get(kind, ()), *OPTIONAL_PARAMETERS.get(kind, ())):
+        if not plain and key not in read:
             raise refusal(
                 path,
                 f"config.json: {place}.{short(key)}={short(value)} is not read with rope_type={kind}; set the rope_type that "
@@ -206,6 +210,10 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
         value = parameters.get(key)
         if value is not None and not is_number(value, 1, MAX_VALUE):
             raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(value)}")
+    original = parameters.get("original_max_position_embeddings")
+    if original is not None and original != int(original):
+        place = f"{place}.original_max_position_embeddings"
+        raise refusal(path, f"config.json: {place} must be a whole number, got {short(original)}")
     if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         low = short(parameters["low_freq_factor"])
         raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")

@@ -119,14 +119,20 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN or Infinity, which Python's json module would accept (its `parse_constant`)."""
+    raise ValueError(f"{name} is no number in JSON")
+
+
 def parse_json(content: bytes) -> Any:
     """Return the value in the user's JSON file.
 
     Raises Unreadable if the content is not JSON, is nested too deeply, or has an integer with too many digits or invalid text.
     """
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # raises for half of a surrogate pair
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=refuse_constant)
+        # Raises for half of a surrogate pair, and for a number like 1e999, which Python would read and write as infinite.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeEncodeError:
         raise Unreadable("holds half of a surrogate pair, which is not text; correct it") from None
     except UnicodeDecodeError:

@@ -72,12 +72,16 @@ UNREAD_KEYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
-          "original_max_position_embeddings": 64}  # fmt: skip
+ORIGINAL = "original_max_position_embeddings"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, ORIGINAL: 64}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
+    ("true as a frequency factor", {"rope_scaling": LLAMA3 | {"low_freq_factor": True}}, ("low_freq_factor", "number", "True")),
+    ("true as YaRN's beta", {"rope_scaling": YARN | {"beta_fast": True}}, ("rope_scaling.beta_fast", "number", "True")),
+    ("half a position", {"rope_scaling": YARN | {ORIGINAL: 64.5}}, (f"rope_scaling.{ORIGINAL}", "whole number", "64.5")),
     ("a factor without a kind", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor=2.0", "rope_type=default")),
 )
 
@@ -125,6 +129,8 @@ def link_out(path: Path) -> None:
 CONFIG_JSON = "config.json"
 JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("missing", with_replaced(CONFIG_JSON, lambda _: None), ("missing",)),
+    ("NaN", with_file(CONFIG_JSON, json.dumps(CONFIG | {"initializer_range": float("nan")})), ("is not JSON", "NaN")),
+    ("an infinite number", with_file(CONFIG_JSON, '{"initializer_range": 1e999}'), ("is not JSON",)),
     ("not UTF-8", with_file(CONFIG_JSON, b"\xff\xfe{}"), ("not UTF-8",)),
     ("a directory", with_replaced(CONFIG_JSON, lambda path: path.mkdir()), ("directory",)),
     ("a pipe", with_replaced(CONFIG_JSON, os.mkfifo), ("pipe",)),

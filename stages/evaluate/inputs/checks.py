@@ -11,17 +11,13 @@ from decimal import Decimal
 from typing import Any
 
 from stages.core.records import Sample
-from stages.core.strict import unique_keys
+from stages.core.strict import refuse_constant, unique_keys
 from stages.workloads.gsm8k import final_number
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def strict_json(text: str) -> Any:
     """Parse a text that is exactly one JSON value without duplicate keys, NaN or Infinity. Raises ValueError."""
-    return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
+    return json.loads(text, object_pairs_hook=unique_keys, parse_constant=refuse_constant)
 
 
 def _number(text: str) -> tuple[str, Decimal]:
