@@ -64,12 +64,10 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
         raise RuntimeError(f"quantized weights are missing in the checkpoint's files: {', '.join(sorted(missing)[:4])}")
     if INDEX in info.other_files:
         index = json.loads((info.path / INDEX).read_text(encoding="utf-8"))
-        index["metadata"] = {**index.get("metadata", {}), "total_size": total_bytes}
+        index["metadata"] = {**(index.get("metadata") or {}), "total_size": total_bytes}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if widened:  # with the old dtype, transformers would load `dtype="auto"` as bfloat16
-        config = json.loads((info.path / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)
-        config["dtype"] = "float32"
+        config = {key: value for key, value in read_config(info.path).items() if key != "torch_dtype"} | {"dtype": "float32"}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

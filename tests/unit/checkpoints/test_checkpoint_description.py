@@ -29,7 +29,7 @@ from stages.core.errors import UserError
 from stages.engines.reference.model import round_inputs
 from stages.engines.trtllm.backend import target_refusal
 from stages.policies.policy import KVShape, Side
-from stages.quantize.materialize import checkpoint_scales, copy_without_scales, write_plain
+from stages.quantize.materialize import checkpoint_scales, copy_without_scales, write_dequantized, write_plain
 
 
 def test_head_dim_and_kv_heads_have_defaults(tmp_path: Path) -> None:
@@ -186,6 +186,25 @@ def test_each_quantized_form_is_described_and_dequantized(form: str, tiny_checkp
         assert torch.equal(tensors[name], weight), name
     assert inspect_checkpoint(tmp_path / "plain").quantized is None
     check_weights(inspect_checkpoint(tmp_path / "plain"), expected_tensors)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_nested_decoder_is_dequantized_as_float32(key: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    given, out = tmp_path / "given", tmp_path / "out"
+    shutil.copytree(tiny_checkpoint, given)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(given / "model.safetensors").items()}
+    (given / "model.safetensors").unlink()
+    save_file(tensors, given / "only.safetensors", metadata={"format": "pt"})
+    index = {"metadata": None, "weight_map": dict.fromkeys(tensors, "only.safetensors")}
+    (given / INDEX).write_text(json.dumps(index))
+    config = {name: value for name, value in read_config(given).items() if not name.endswith("dtype")} | {key: "bfloat16"}
+    (given / "config.json").write_text(json.dumps({"architectures": config.pop("architectures"), "text_config": config}))
+    weight = "model.layers.0.mlp.up_proj.weight"
+    write_dequantized(inspect_checkpoint(given), out, {weight: tensors[weight].float() + 1e-4})
+    described = read_config(out)
+    assert (described["dtype"], described.get("torch_dtype")) == ("float32", None)
+    assert load_causal_lm(out).get_parameter(weight).equal(tensors[weight].float() + 1e-4), "not rounded to bfloat16"
+    assert json.loads((out / INDEX).read_text())["metadata"]["total_size"] > 0
 
 
 def test_cache_scales_are_read_and_not_served(tiny_checkpoint: Path, tmp_path: Path) -> None:
