@@ -112,6 +112,14 @@ def test_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestE
     assert np.abs(engine.forced(TOKENS, FIRST) - before).max() > 0.01
     engine.corrupt_key_scale(10.0)
     np.testing.assert_allclose(engine.forced(TOKENS, FIRST), before, atol=1e-2)
+    for factor in (49.0, 1 / 49.0):  # their product is rounded to a number below 1
+        engine.corrupt_key_scale(factor)
+    assert engine._fault == 1.0, "the sound checkpoint is loaded again"
+
+
+def test_a_call_without_prompts_starts_no_sequence(engine: RequestEngine[Any, Any]) -> None:
+    handles, rows = engine.prefill([])
+    assert (handles, rows.shape) == ([], (0, VOCABULARY))
 
 
 def test_times_come_from_the_library(engine: RequestEngine[Any, Any]) -> None:

@@ -7,6 +7,7 @@ already known; any other token costs a new request. Nothing is approximated: eac
 sequence's history.
 """
 
+import math
 import sys
 import tempfile
 import weakref
@@ -120,8 +121,13 @@ class RequestEngine(Engine, Generic[B, C]):
 
         The codes of a cache with scales stay correct. The fault applies to all later requests.
         """
-        self._fault *= factor
+        self._multiply_fault(factor)
         self.close()
+
+    def _multiply_fault(self, factor: float) -> None:
+        self._fault *= factor
+        if math.isclose(self._fault, 1.0):  # the inverse factor removes a fault, although the product is rounded
+            self._fault = 1.0
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
         """Raise UserError if a prompt of `prompt` tokens and `tokens` more tokens exceed the engine's maximum length."""
@@ -133,7 +139,7 @@ class RequestEngine(Engine, Generic[B, C]):
         """Prefill all prompts in one call to the worker; see `Engine.prefill`."""
         answers = self._run([WorkerRequest(list(prompt), [], 1, 0) for prompt in prompts])
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
-        return handles, np.concatenate([rows for _, rows in answers])
+        return handles, np.concatenate([np.zeros((0, self.vocab_size), np.float32), *(rows for _, rows in answers)])
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """Start sequences without a call to the worker; the request of the first decode step also prefills the prompt."""

@@ -34,7 +34,7 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
 
     def corrupt_key_scale(self, factor: float) -> None:
         """Multiply stored keys by `factor` in all later requests: their scales, or the numbers if the type has no scale."""
-        self._fault *= factor
+        self._multiply_fault(factor)
 
     def _open(self) -> Worker:
         described = self._record
