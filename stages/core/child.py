@@ -27,6 +27,11 @@ def die_with_parent() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name. Python names no real-time signals."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 def run_in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
     """Call a module's function in a child process, show its progress, and raise its exception here.
 
@@ -54,7 +59,7 @@ def run_in_child(function: Callable[..., None], *paths: Path, progress: Progress
             exit_code = child.wait()
             answer = RuntimeError(f"{function.__name__}: its process ended with exit code {exit_code}")
             if exit_code < 0:
-                name = signal.Signals(-exit_code).name
+                name = signal_name(-exit_code)
                 answer = MissingRequirement(
                     f"{function.__name__}: its process was killed ({name}): out of memory? free some memory, or run fewer jobs "
                     "at once"

@@ -7,7 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from stages.core.errors import MissingRequirement
+from stages.core.errors import MissingRequirement, short
 from stages.core.redaction import child_environment
 
 QUERY = ("name", "compute_cap", "driver_version")
@@ -33,7 +33,8 @@ def hardware() -> dict[str, object]:
 def gpus() -> list[dict[str, str]]:
     """Return the properties QUERY of every NVIDIA GPU; empty without a driver.
 
-    Raises MissingRequirement if an installed driver does not answer: an artifact's key must not silently lack its GPU.
+    Raises MissingRequirement if an installed driver does not answer, or answers with anything else: an artifact's key must not
+    silently lack its GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -46,5 +47,10 @@ def gpus() -> list[dict[str, str]]:
         output = str(getattr(error, "stdout", None) or "").strip() or str(error)
         reason = output.splitlines()[0]
         raise MissingRequirement(f"nvidia-smi is installed but does not answer: {reason}") from error
-    lines = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
-    return [dict(zip(QUERY, (value.strip() for value in line), strict=True)) for line in lines]
+    devices = []
+    for line in filter(str.strip, answer.stdout.splitlines()):
+        values = line.rsplit(", ", len(QUERY) - 1)  # a name may have a comma
+        if len(values) != len(QUERY):
+            raise MissingRequirement(f"nvidia-smi does not describe a GPU: {short(line.strip())}")
+        devices.append(dict(zip(QUERY, map(str.strip, values), strict=True)))
+    return devices

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from stages.core.child import signal_name
 from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import child_environment
 from stages.core.strict import first_problem
@@ -234,7 +234,7 @@ class Worker:
             if code is not None and code < 0:
                 self._kill()
                 raise MissingRequirement(
-                    f"backend.python={self._python}: {self.program.library} was ended by {signal.Signals(-code).name} in {op}: "
+                    f"backend.python={self._python}: {self.program.library} was ended by {signal_name(-code)} in {op}: "
                     "out of memory? free some memory, or lower the size of the cache or of the batch"
                 ) from None
             raise self._kill_and_describe(

@@ -27,6 +27,10 @@ def die(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_of_a_real_time_signal(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+
+
 def refuse_to_judge(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"])
 
@@ -46,6 +50,7 @@ def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
         (refuse, UserError, r"^model\.path=x: not finite; check the checkpoint$", ""),
         (fail, RuntimeError, "Odd: layers: too few", "in fail"),  # a defect that cannot be pickled keeps its traceback
         (refuse_to_judge, CannotBeJudged, "^FP16 itself answers none$", ""),
+        (die_of_a_real_time_signal, MissingRequirement, r"its process was killed \(signal 40\)", ""),
         (die, MissingRequirement, r"die: its process was killed \(SIGKILL\): out of memory", ""),
     ],
 )

@@ -36,6 +36,16 @@ def test_a_gpu_is_named_with_its_compute_capability_and_driver(tmp_path: Path, m
         {"name": "NVIDIA L4", "compute_cap": "8.9", "driver_version": "550.54.15"},
     ]
     assert hardware()["gpus"] == gpus()
+    gpus.cache_clear()
+    install_nvidia_smi(tmp_path, "echo 'A100, 80 GB, 8.0, 550.54.15'", monkeypatch)
+    assert gpus() == [{"name": "A100, 80 GB", "compute_cap": "8.0", "driver_version": "550.54.15"}]
+
+
+def test_an_answer_that_describes_no_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia_smi(tmp_path, "echo 'No devices were found'", monkeypatch)
+    with pytest.raises(MissingRequirement, match="nvidia-smi does not describe a GPU: No devices were found"):
+        gpus()
+    assert "No devices were found" in str(hardware()["gpus"])
 
 
 @pytest.mark.parametrize(

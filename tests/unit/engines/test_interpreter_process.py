@@ -41,3 +41,14 @@ def test_a_dead_worker_is_reported_with_its_last_exception(printed: tuple[str, .
         pytest.raises(UserError, match=rf"vLLM ended with exit code 3 in open; .*; its last output: {message}$"),
     ):
         worker.call("open", EmptyAnswer, 60)
+
+
+def test_a_worker_that_a_signal_ended_is_reported_with_its_name_or_number(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    for number, name in ((9, "SIGKILL"), (40, "signal 40")):  # 40 is a real-time signal
+        script.write_text(f"import os\nos.kill(os.getpid(), input() and {number})\n")
+        with (
+            Worker(Program("vllm", "vLLM", script, "pip install vllm"), sys.executable) as worker,
+            pytest.raises(MissingRequirement, match=rf"vLLM was ended by {name} in open: out of memory"),
+        ):
+            worker.call("open", EmptyAnswer, 60)
