@@ -10,6 +10,7 @@ from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config import CONF
 from pipeline.config.compose import Plan
+from pipeline.config.override_syntax import written
 from pipeline.config.policies import check_name
 from pipeline.registry import summary
 from stages.core.errors import GateRefusal, UserError
@@ -100,7 +101,7 @@ def evaluate(
     sweep = summary.new_sweep()
     with nullcontext() if verbose else console.silent():
         try:
-            run(Plan([config], ([f"{key}={overrides[key]}" for key in policy_keys],)), sweep)
+            run(Plan([config], ([f"{key}={written(overrides[key], key)}" for key in policy_keys],)), sweep)
         except GateRefusal:
             if not summary.load(config.work, sweep).candidates:  # refused without being judged
                 raise

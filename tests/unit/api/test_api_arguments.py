@@ -21,10 +21,12 @@ from pipeline.api import (
     champion,
     engines,
     evaluate,
+    evaluations,
     load,
     make_policy,
 )
 from pipeline.api.engines import LoadedEngine
+from pipeline.config.compose import Plan, plan
 from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
 from pipeline.lm_eval.__main__ import main
@@ -52,6 +54,18 @@ def test_keys_that_a_call_has_no_use_for_are_refused(
     assert message in str(caught.value)
     assert caught.value.__suppress_context__
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_names_its_candidate_as_the_command_line_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(planned: Plan, _: str) -> None:
+        raise UserError(*planned.names)
+
+    monkeypatch.setattr(evaluations, "run", stop)
+    keys: dict[str, Any] = {"kv.eviction": None, "kv.sink_tokens": 64}
+    with pytest.raises(UserError) as caught:
+        evaluate("tiny", "fp8", workdir=tmp_path, **keys)
+    command = plan(["kv=fp8", "kv.eviction=null", "kv.sink_tokens=64"], multirun=False)
+    assert [str(caught.value)] == list(command.names)
 
 
 TEXTS = ["fp8", "a b", "tr'ue", "x\\", "true", "NaN", "8K", "1e5", ".5", "a,b", "../x y", "./x"]
