@@ -33,7 +33,8 @@ def check_name(policy: KVPolicy, title: str = "") -> None:
 def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
     """Return the shipped policies, then the unshipped policies from `others`, with display names.
 
-    The display name of a policy that was changed on the command line includes the change: `fp8 kv.sink_tokens=4`.
+    The display name of a policy that was changed on the command line includes the change: `fp8 kv.sink_tokens=4`. So does the
+    display name of a policy that differs from an earlier policy of the same name.
     """
     names = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
     by_name = dict(zip(names, load_policies("kv", names), strict=True))
@@ -41,8 +42,8 @@ def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
     for policy in others:
         if any(policy == shipped for _, shipped in policies):
             continue
-        origin = by_name.get(policy.name)
-        changes = [] if origin is None else differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))
+        origin = by_name.setdefault(policy.name, policy)
+        changes = differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))
         policies.append((" ".join([policy.name, *changes]), policy))
     return policies
 

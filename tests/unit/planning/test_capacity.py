@@ -158,6 +158,11 @@ def test_a_changed_policys_name_lists_differences_and_composes() -> None:
     assert label.startswith("fp8k_int4v kv.window={tokens:64,")
 
 
+def test_custom_policies_of_one_name_have_different_display_names() -> None:
+    mine, edited = (plan(["kv=int8", "kv.name=mine", f"kv.sink_tokens={n}"], multirun=False).jobs[0].kv for n in (0, 4))
+    assert labelled([mine, edited, mine])[len(SHIPPED) :] == [("mine", mine), ("mine kv.sink_tokens=4", edited)]
+
+
 GEMMA = LLAMA_8B | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 4096}
 COHERE = GEMMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window_pattern": 4}
 """A family whose cache size can be computed, but which no engine supports."""
