@@ -142,6 +142,14 @@ def serving(engine: Path, backend: BackendConfig | None = None) -> str:
     return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)), path)
 
 
+def champion_call(config: Config, name: str) -> str:
+    """Return the Python call that loads the champion of the registered model `name` from the configured store."""
+    arguments = {"tracking_uri": config.tracking.uri, "workdir": config.workdir, "trusted": list(config.signing.trusted)}
+    defaults = {"tracking_uri": None, "workdir": _defaults()["workdir"], "trusted": []}
+    given = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
+    return f"pipeline.api.champion({', '.join([repr(name), *given])})"
+
+
 def after_promotion(config: Config, engine: Path) -> NextStep:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={written(str(engine))}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 from rich.filesize import decimal
 
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.files import ARTIFACTS
 
 BELOW = 240
@@ -35,7 +35,10 @@ def check_workdir(work: Path, key: str) -> None:
     """Refuse a work directory that cannot be written to, without creating anything."""
     name = f"workdir={key}"
     if any(len(os.fsencode(part)) > MAX_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > MAX_PATH:
-        raise UserError(f"workdir={key[:60]}...: {len(key):,} characters are too long a path; give a shorter one")
+        raise UserError(
+            f"workdir={short(key, 60)}: its absolute path has {len(os.fsencode(work)):,} bytes, which is too long; give a path "
+            f"of at most {MAX_PATH - BELOW:,} bytes, with at most {MAX_NAME} in each name"
+        )
     check_contents(work, key)
     there = next(place for place in (work, *work.parents) if os.path.lexists(place))
     if not there.is_dir():

@@ -287,6 +287,15 @@ def test_an_engine_is_served_by_the_environment_that_judged_it(
     assert ran.stdout.strip() == str(tmp_path / place / program)
 
 
+def test_the_call_that_loads_the_champion_finds_its_store() -> None:
+    call = next_steps.champion_call
+    assert call(config_of(), "kvgate-m") == "pipeline.api.champion('kvgate-m')"
+    given = ["workdir=there", "tracking.uri=sqlite:////m.db", "signing.trusted=[a.pub]"]
+    assert call(config_of(*given), "m") == (
+        "pipeline.api.champion('m', tracking_uri='sqlite:////m.db', workdir='there', trusted=['a.pub'])"
+    )
+
+
 BASE = [*TYPED, "kv=fp8"]
 
 

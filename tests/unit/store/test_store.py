@@ -18,6 +18,7 @@ import stages
 from pipeline.store import locks
 from pipeline.store.locks import locked, locked_at_once
 from pipeline.store.store import MANIFEST, PARTIAL, USE_LOCK, USERS, Store, alone, lock_of, read_manifest, used
+from pipeline.store.workdir import check_workdir
 from stages.core import digest
 from stages.core.artifact import Recipe
 from stages.core.errors import MissingRequirement, UserError
@@ -306,3 +307,9 @@ def test_a_command_that_was_killed_uses_nothing(tmp_path: Path) -> None:
     with alone(tmp_path) as users:
         assert users == []
     assert list((tmp_path / USERS).iterdir()) == []
+
+
+def test_a_work_directory_whose_absolute_path_is_too_long_is_refused(tmp_path: Path) -> None:
+    deep = tmp_path / "/".join(["x" * 200] * 20)
+    with pytest.raises(UserError, match=rf"^workdir=x: its absolute path has {len(str(deep)):,} bytes, which is too long"):
+        check_workdir(deep, "x")
