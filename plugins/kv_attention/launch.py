@@ -221,6 +221,8 @@ def append(
     """
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots}
     check_launch(layout, {"key_new": key_new, "value_new": value_new, **tables}, cache, layers=("L",))
+    if page_table.shape[1] == 0:  # the kernel would read a page number in front of the table, and write to that page
+        raise ValueError("page_table must have at least one column")
     layers, batch, heads, _ = key_new.shape
     exact = layout.exact_tokens > 0
     variant = append_variant(make_setting(layout, key_new))

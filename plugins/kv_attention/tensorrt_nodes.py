@@ -244,7 +244,7 @@ class Call:
         for name, (dtype, spec) in input_specs(node, setting).items():
             tensor_type = self.tensors[name].dtype.name
             if tensor_type != DATA_TYPES[dtype]:
-                packed = " (two codes per byte)" if tensor_type in ("INT4", "UINT8") else ""
+                packed = " (two codes per byte)" if name == "value_pool" and setting.layout.value.packed else ""
                 raise ValueError(f"{node.plugin_id}: {name} must be {DATA_TYPES[dtype]}{packed}, got {tensor_type}")
             problem = dimension_problem(name, self.dims(name), spec, sizes)
             if problem is not None:

@@ -179,3 +179,12 @@ def test_rows_have_a_page_each_and_the_newest_enter_the_ring() -> None:
     launch.append(layout, key.to(DEVICE), value.to(DEVICE), together, **on_device(ragged))
     for name, tensor in one_by_one.items():
         assert not differs(together[name], tensor).any(), name
+
+
+def test_a_page_table_without_columns_is_refused_before_a_launch() -> None:
+    layout = CacheLayout(2, 64, side("fp16"), side("fp16"))
+    cache = {name: tensor.to(DEVICE) for name, tensor in poison_cache(layout, 1, 2, 1, 0).items()}
+    new = torch.zeros(1, 1, 2, 64, device=DEVICE)
+    table, lengths = torch.zeros(1, 0, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"^page_table must have at least one column$"):
+        launch.append(layout, new, new, cache, table, lengths)

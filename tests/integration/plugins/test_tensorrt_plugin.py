@@ -217,6 +217,7 @@ def test_attention_has_the_work_list_and_the_functions_inputs(name: str, sinks: 
     ("tensor", "dtype", "dims", "message"),
     [
         ("value_pool", "INT4", None, r"value_pool must be INT8 \(two codes per byte\), got INT4"),
+        ("key_pool", "UINT8", None, "key_pool must be FP8, got UINT8"),
         ("lengths", None, (4,), r"lengths must be \(16\), got \(4\)"),
         ("key_pool", None, (4096, 8, 32, 128), r"key_pool must be \(4096, 8, 64, 128\), got \(4096, 8, 32, 128\)"),
         ("key", None, (16, 8, 1, (64, 128, 128)), r"key must be \(16, 8, 1, 128\), got \(16, 8, 1, varies\)"),
