@@ -111,6 +111,8 @@ class _Handler(logging.Handler):
     """Value of `log=`."""
     job: JobPlace | None = None
     """The job of this process."""
+    captures_warnings = False
+    """Whether `configure` made Python's warnings log records, so that `close` undoes it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -157,10 +159,15 @@ def configure(mode: str) -> None:
     LOGGER.setLevel(logging.WARNING if mode == "quiet" else logging.INFO)
     if mode == "quiet":
         warnings.simplefilter("ignore")
-    if captures != captured:
-        logging.captureWarnings(captures)
-        root = logging.getLogger()
-        (root.addHandler if captures else root.removeHandler)(HANDLER)
+    if captures and not captured:
+        before = warnings.showwarning
+        logging.captureWarnings(True)
+        HANDLER.captures_warnings = warnings.showwarning is not before  # otherwise the application captured them already
+        logging.getLogger().addHandler(HANDLER)
+    elif captured and not captures:
+        if HANDLER.captures_warnings:
+            logging.captureWarnings(False)
+        logging.getLogger().removeHandler(HANDLER)
 
 
 def close() -> None:
