@@ -144,4 +144,4 @@ def test_a_worker_below_a_wrapper_script_ends_with_its_input(monkeypatch: pytest
     os.close(reading)
     assert killed == [os.getpgid(0)]
     assert slept.count(False) == worker.CLOSED_SECONDS - 1, "the worker has CLOSED_SECONDS to free its engine"
-    monkeypatch.delitem(sys.modules, "kvgate_channel")
+    del sys.modules["kvgate_channel"]  # monkeypatch would restore it

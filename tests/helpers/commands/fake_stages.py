@@ -142,12 +142,12 @@ def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KE
 
 
 def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes the real function's parameters and passes on only the arguments that the fake names."""
+    """Return a function that takes the real function's parameters, and passes the given arguments that the fake names."""
     real, parameters = real_signature(module, name), signature(fake).parameters
 
     def call(*arguments: Any, **options: Any) -> Any:
         bound = real.bind(*arguments, **options).arguments
-        return fake(**{parameter: bound[parameter] for parameter in parameters})
+        return fake(**{parameter: bound[parameter] for parameter in parameters if parameter in bound})
 
     return call
 

@@ -27,7 +27,7 @@ FAULTS: tuple[Fault, ...] = ("SIGKILL", "SIGTERM", "ENOSPC", "EIO")
 
 CHANGES = {"os.rename": 1, "os.link": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.chmod": 0, "shutil.copyfile": 1}
 """Audit event -> index of the argument that holds the changed path."""
-STATES = [name for name in dir(MlflowClient) if name.startswith(("create_", "finalize_", "log_", "set_"))]
+STATES = [name for name in dir(MlflowClient) if name.startswith(("create_", "delete_", "finalize_", "log_", "set_", "update_"))]
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -47,7 +47,7 @@ class Attempt:
 
 class _Seam:
     def __init__(self, folder: Path, at: int | None, fault: Fault) -> None:
-        self._folder, self._at, self._fault, self.count = str(folder), at, fault, 0
+        self._folder, self._at, self._fault, self.count = folder, at, fault, 0
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -58,7 +58,7 @@ class _Seam:
             self._below(arguments[CHANGES[event]])
 
     def _below(self, path: object) -> None:
-        if isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self._folder):
+        if isinstance(path, str | bytes | os.PathLike) and Path(os.fsdecode(path)).is_relative_to(self._folder):
             self.operation()
 
     def operation(self) -> None:

@@ -116,7 +116,7 @@ class MemoryRegistry:
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.routes_left: dict[str, set[str]] = {}
-        self.moves: list[tuple[str, str]] = []
+        self.moves: list[tuple[str, str | None]] = []
         self.candidates: dict[str, Candidate] = {}
         self.replays: list[str] = []
 
@@ -163,11 +163,11 @@ class MemoryRegistry:
         return RegisteredModel("kvgate-tiny", versions, aliases, left_routes)
 
     def set_alias(self, alias: str, version: str | None) -> None:
+        self.moves.append((alias, version))
         if version is None:
             del self.aliases[alias]
         else:
             assert version in self.versions, "MLflow refuses other aliases"
-            self.moves.append((alias, version))
             self.aliases[alias] = version
 
     def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:

@@ -1,7 +1,7 @@
 """vLLM's cache type of a policy, refusals, and its worker's logits. tests/real_vllm tests the library itself."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -195,12 +195,12 @@ TOKENS = (2, 0, 1)
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for program in PROGRAMS:
         monkeypatch.syspath_prepend(program)
+    yield import_module("kvgate_vllm_worker")
     for name in ("kvgate_vllm_worker", "kvgate_vllm_cache", "kvgate_rows", "kvgate_channel"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return import_module("kvgate_vllm_worker")
+        sys.modules.pop(name, None)
 
 
 def test_scored_rows_are_returned_if_vllm_sampled_from_them(worker: Any, tmp_path: Path) -> None:

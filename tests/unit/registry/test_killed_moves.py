@@ -36,10 +36,10 @@ class Dying(MemoryRegistry):
         self.engines().promote([candidate], "tiny", candidate.name)
 
     def killed(self, act: Callable[[], object]) -> Iterator[dict[str, str]]:
-        """Kill `act` before every write in turn, each time from the same aliases and versions; yield the aliases left."""
-        begin = deepcopy((self.aliases, self.versions))
+        """Kill `act` before every write in turn, each time from the same registry; yield the aliases left."""
+        begin = deepcopy((self.aliases, self.versions, self.routes_left))
         for writes in range(100):
-            self.aliases, self.versions = deepcopy(begin)
+            self.aliases, self.versions, self.routes_left = deepcopy(begin)
             self.dies_in = writes
             try:
                 act()
