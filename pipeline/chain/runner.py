@@ -37,6 +37,7 @@ from stages.core.errors import (
 )
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
+from stages.engines.backend import open_backend
 
 
 def unprunable(config: Config) -> AbstractContextManager[None]:
@@ -192,6 +193,15 @@ def _promote_passing(run: Run) -> None:
         actions.promote_from(run, last)
 
 
+def _runs_elsewhere(config: Config) -> bool:
+    """Return whether this machine lacks something, such as a GPU, to run the engines that it built."""
+    try:
+        open_backend(config.backend).check_runs()
+    except Refusal:
+        return True
+    return False
+
+
 def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None = None) -> int:
     """Show the results of a command with the next step, and return the command's exit code.
 
@@ -203,7 +213,7 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     """
     config, sweeping, base = planned.jobs[0], planned.sweeping, planned.arguments or ()
     if not config.facts.judges:
-        if code == 0:
+        if code == 0 and not (config.facts.builds and _runs_elsewhere(config)):
             step = next_steps.after_stage(config.facts, base, sweep=sweeping)
         if step is not None:
             step.show()

@@ -17,6 +17,7 @@ from pipeline.config.config import PromoteConfig
 from pipeline.config.stages import STAGES
 from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
+from stages.engines.onnx.backend import OnnxBackend
 from stages.verdict.thresholds import Status
 
 
@@ -56,6 +57,21 @@ def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monk
         run_job(config)
     assert (tmp_path / "report.html").read_text() == "yesterday's"
     assert summary.load(tmp_path).exit_code == 4
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_no_evaluation_is_suggested_if_the_engine_does_not_run_here(
+    runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: OnnxBackend) -> None:  # noqa: ARG001
+        raise MissingRequirement("no GPU")
+
+    monkeypatch.setitem(actions.ACTIONS, "build", lambda _: None)
+    if not runs:
+        monkeypatch.setattr(OnnxBackend, "check_runs", refuse)
+    (config,) = plan([f"workdir={tmp_path}", "stage=build"], multirun=False).jobs
+    run_job(config)
+    assert ("stage=evaluate" in capsys.readouterr().out) == runs
 
 
 def test_an_unwritable_summary_does_not_hide_the_jobs_error(
