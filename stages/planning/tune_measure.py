@@ -75,8 +75,8 @@ def _generate_texts(tokenizer: BundleTokenizer, config: TuneConfig, seed: int) -
     groups = zip(*(generate(name, count, seed, split="calibration") for name in config.workloads), strict=True)
     for number, samples in enumerate(groups):
         for item in encode(samples, tokenizer, MAX_LENGTH):
-            tokens = (*item.prompt, *item.reference)[:MAX_LENGTH]
-            # A prompt's last token is decoded, as in an evaluation.
+            # As in an evaluation, a prompt's last token is decoded, and the last token is scored but not fed.
+            tokens = (*item.prompt, *item.reference[:-1])[:MAX_LENGTH]
             texts.append(Text(tokens, len(item.prompt) - 1 if item.sample.judged else PREFILLED, f"{number}"))
     return texts
 

@@ -1,6 +1,7 @@
-"""Policies with different formats per layer and side: construction and choice."""
+"""Policies with different formats per layer and side: construction and choice; the texts that they are measured on."""
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import yaml
@@ -8,13 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.policies import load_policies, policy_yaml
-from stages.planning.tune_records import MeasuredPolicy, choose, mixed_policy, mixed_scales
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.planning.tune_measure import split_texts
+from stages.planning.tune_records import MAX_LENGTH, MeasuredPolicy, TuneConfig, choose, mixed_policy, mixed_scales
 from stages.planning.tune_search import fewest_bytes
 from stages.policies.policy import FP16_POLICY, SIDES, KVPolicy, KVShape, LayerOverride, Side
 from stages.policies.scales import KVScales, SideScales
+from stages.workloads.generated import generate
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
 FP8, INT8, INT4 = load_policies("tune.policies", ["fp8", "int8", "int4_g32"])
+
+
+def test_an_answers_scored_tokens_are_those_of_an_evaluation(tiny_checkpoint: Path) -> None:
+    config = TuneConfig(policies=["fp8", "int8"], max_kl=0.1, workloads=["copy"], texts=8)
+    texts = [text for part in split_texts(tiny_checkpoint, config, None, 0).values() for text in part]
+    samples = encode(generate("copy", 8, 1, split="calibration"), BundleTokenizer(tiny_checkpoint), MAX_LENGTH)
+    assert [(len(text.tokens) - text.first, text.first) for text in texts] == [
+        (len(item.reference), len(item.prompt) - 1) for item in samples
+    ]
 
 
 @given(
