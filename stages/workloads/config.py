@@ -227,6 +227,7 @@ class WorkloadsConfig(StrictModel):
             now = math.ceil(factor * self.length_documents) * LONG_QUESTIONS
             changes += more_documents({**needed, LONG: now})
         own_too_few = any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
+        own_too_few |= "all" in needed and not changes and self.jsonl is not None
         return MoreQuestions(changes, own_too_few, max((*counts.values(), *needed.values()), default=0))
 
     @property
@@ -246,7 +247,7 @@ class WorkloadsConfig(StrictModel):
         lengths = values.get("lengths") if isinstance(values, dict) else None
         if not isinstance(lengths, list) or not lengths or not all(isinstance(length, int) for length in lengths):
             return values
-        bins = [0, *(3 * length // 4 for length in sorted(lengths))]
+        bins = sorted({0, *(3 * length // 4 for length in lengths)})  # lengths that differ by one token share a bin
         return {**values, "samples": {}, "context_bins": bins}
 
     @model_validator(mode="after")

@@ -12,8 +12,16 @@ TEXT_SUFFIXES = (".txt", ".md")
 WORD = re.compile(r"\S{1,8}\s*")
 """Up to 8 characters of a word, and white space after the word. Some languages put no spaces between words."""
 TOKENS_PER_WORD = 4
-"""Assumed tokens per ASCII word, a high estimate for prose; other words count as three tokens per character. Texts are refused
-as too short if they cannot fill a document even at these rates."""
+"""Assumed tokens per ASCII word, a high estimate for prose. Each digit or punctuation mark may be a token of its own, and other
+words count as three tokens per character. Texts are refused as too short if they cannot fill a document even at these rates."""
+
+
+def _most_tokens(word: str) -> int:
+    """Return a high estimate of the tokens of a word in `WORD`."""
+    if not word.isascii():
+        return 3 * len(word)
+    letters = sum(map(str.isalpha, word))
+    return max(TOKENS_PER_WORD, min(TOKENS_PER_WORD, letters) + len(word.strip()) - letters)
 
 
 def user_files(key: str, path: Path) -> list[Path]:
@@ -53,7 +61,7 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
     words = WORD.findall("\n\n".join(texts))
     longest = max(config.lengths)
     min_words = longest // TOKENS_PER_WORD
-    if sum(TOKENS_PER_WORD if word.isascii() else 3 * len(word) for word in words) < longest:
+    if sum(map(_most_tokens, words)) < longest:
         raise UserError(
             f"{key}: {len(words):,} words are too few to fill {longest:,} tokens; give at least {min_words:,} words, or lower "
             "workloads.lengths"

@@ -4,7 +4,8 @@ docs/questions.md#my-questions describes the keys of a line.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -90,12 +91,15 @@ MAX_PROBLEMS = 20
 
 
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
-    """Read samples from a JSONL file. Ids in `taken` are refused. Raises UserError with one line per problem."""
+    """Read samples from a JSONL file. A line without an id gets one of the file's name and the line's number.
+
+    Raises UserError with one line per problem, for example for an id in `taken`.
+    """
     try:
         lines = read_user_file("workloads.jsonl", path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
-    samples: list[Sample] = []
+    samples: dict[int, Sample] = {}
     problems: list[str] = []
     used_ids = set(taken)
     lines_by_question: dict[tuple[object, ...], int] = {}
@@ -103,8 +107,8 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
         if not text.strip():
             continue
         try:
-            sample = _sample(text, f"{path.stem}-{number:04d}")
-            if sample.id in used_ids:
+            sample = _sample(text)
+            if sample.id and sample.id in used_ids:
                 raise UserError(f"id: {sample.id!r} was already used, give every sample its own")
             first = lines_by_question.setdefault((sample.prompt, sample.messages, sample.reference), number)
             if first != number:  # it would count as evidence twice
@@ -113,7 +117,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             problems += [f"{path}:{number}: {problem}" for problem in str(error).split("\n")]
         else:
             used_ids.add(sample.id)
-            samples.append(sample)
+            samples[number] = sample
     if problems:
         listed_problems, more = problems[:MAX_PROBLEMS], len(problems) - MAX_PROBLEMS
         if more > 0:
@@ -121,10 +125,21 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
         raise UserError("\n".join(listed_problems))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
-    return samples
+    for number, sample in samples.items():
+        if not sample.id:
+            samples[number] = replace(sample, id=_free_id(f"{path.stem}-{number:04d}", used_ids))
+            used_ids.add(samples[number].id)
+    return list(samples.values())
 
 
-def _sample(text: str, default_id: str) -> Sample:
+def _free_id(wanted: str, used: Collection[str]) -> str:
+    while wanted in used:
+        wanted += "_"
+    return wanted
+
+
+def _sample(text: str) -> Sample:
+    """Return the sample of a line, with an empty id if the line has none."""
     try:
         value = strict_json(text)
     except (ValueError, RecursionError) as error:
@@ -133,7 +148,7 @@ def _sample(text: str, default_id: str) -> Sample:
         line = _Line.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise UserError("\n".join(_problems(error))) from error
-    values: dict[str, Any] = vars(line) | {"id": line.id or default_id, "prompt": line.prompt or ""}
+    values: dict[str, Any] = vars(line) | {"id": line.id or "", "prompt": line.prompt or ""}
     values["messages"] = tuple((message.role, message.content) for message in line.messages or ())
     values["tools"] = tuple((tool.name, tool.arguments) for tool in line.tools)
     sample = Sample(**values)

@@ -64,6 +64,11 @@ def test_the_users_samples_are_added_to_the_builtin_samples(tmp_path: Path, monk
     assert [s.id for s in samples] == ["copy-0000", "mine-0001"]
 
 
+def test_a_line_without_an_id_never_gets_a_used_one(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, {**GOOD, "prompt": "1+3="}, {**GOOD, "prompt": "3+1=", "id": "mine-0002"})
+    assert [sample.id for sample in read_jsonl(path, {"mine-0001"})] == ["mine-0001_", "mine-0002_", "mine-0002"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -104,6 +104,13 @@ def test_a_document_quotes_the_users_texts_from_a_random_word_on(tmp_path: Path,
     assert "word7\nword8" in document(make_questions(DOCUMENTS[0], 3000, document_words(config))[0])
 
 
+def test_texts_of_numbers_may_have_a_token_per_digit(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("12345678 " * 200)
+    words = document_words(long_workloads(documents=str(tmp_path / "a.txt")))
+    assert words is not None
+    assert len(words) == 200
+
+
 @pytest.mark.parametrize(
     ("content", "changes", "refusal"),
     [
@@ -125,6 +132,7 @@ def test_lengths_replace_samples_and_bins_and_texts_need_lengths() -> None:
     config = long_workloads(lengths=[8192, 1024])
     assert (config.samples, config.context_bins) == ({}, [0, 768, 6144])
     assert WorkloadsConfig.model_validate(config.model_dump()) == config
+    assert long_workloads(lengths=[2049, 2048]).context_bins == [0, 1536]
     without_lengths: dict[str, Any] = {"lengths": []}
     for changes in (without_lengths, {"jsonl": "mine.jsonl"}):
         with pytest.raises(ValueError, match=r"documents: needs workloads.lengths and excludes workloads.jsonl; give lengths"):
