@@ -65,7 +65,7 @@ GSM8K_PROBLEMS = 1319
 """Number of problems in the test set."""
 
 MIN_STRESS_TOKENS = 128
-MIN_SHARE = 1 / 8
+MIN_SHARE = 1 / 10
 """Minimum share of the stress test that runs with few own questions."""
 
 

@@ -327,7 +327,9 @@ def answers(test: StressTest) -> None:
         return
     beginning = test.quote(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
     parts = (test.randint(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.randint(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
-    prompts = [[*beginning[:part], *test.quote(len(beginning) + 9 - part)] for part in (*[len(beginning)] * 2, *parts)]
+    prompts = [
+        [*beginning[:part], *test.quote(len(beginning) + 9 - part)] for part in (*[len(beginning)] * test.scaled(2), *parts)
+    ]
     prompts += [[*beginning[:PAGE_TOKENS], *test.quote(test.randint(1, 9))] for _ in range(test.scaled(ONE_PAGE))]
     lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), test.scaled(PROMPTS))).astype(int)
     prompts += [beginning, *map(test.quote, lengths.tolist())]
