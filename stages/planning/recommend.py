@@ -174,9 +174,10 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
         short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
         keys = {name: f"workloads.samples.{name}" for name in get_args(Workload)} | {"gsm8k": "workloads.gsm8k"}
         more = [f"{keys[name]}={count}" for name, count in short.items() if name in keys]
-        again = " ".join([*more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
         own = ", ".join(f"{count} of {name}" for name, count in short.items() if name not in keys)
-        asked = f", after adding questions to your file ({own} are needed)" if own else ""
+        asked = f", after adding questions to your FILE ({own} are needed)" if own else ""
+        file = ["workloads=jsonl workloads.jsonl=FILE"] if own else []
+        again = " ".join([*file, *more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
         return last, f"INCONCLUSIVE: {_first_reason(last)}; judge it again with {again}{asked}"
     best = min(passes, key=lambda item: bool(_find_gaps(item, use)))
     missing = _find_gaps(best, use)

@@ -120,6 +120,11 @@ def test_the_most_live_tokens_with_evidence_are_recommended(name: str) -> None:
         ),
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with workloads.samples.copy=9 gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),
+        (
+            {"status": "INCONCLUSIVE", "samples_needed": {"incidents": 9}},
+            [],
+            "with workloads=jsonl workloads.jsonl=FILE gates.attempt=2, after adding questions to your FILE (9 of incidents",
+        ),
         ({"status": "INCONCLUSIVE", "attempt": 20}, [], "gates.attempt=20 was the last attempt"),
         ({"limits": None}, [], "its report records no limits"),
         ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are needed"),
