@@ -115,7 +115,8 @@ class Engine(ABC):
         """Return greedy continuations, in the order of the prompts. A continuation ends before its first stop token.
 
         A finished sequence is released at once, and the next prompt takes its slot. At most `max_sequences` sequences are
-        active at once. `ended` is called with the number of finished continuations each time that number grows.
+        active at once, and never more than the engine supports. `ended` is called with the number of finished continuations
+        each time that number grows.
 
         Raises UserError before any prompt starts if a prompt is empty or has ids outside the vocabulary, and later if a prompt
         does not fit into the engine or logits are not finite, since no token can be picked. `prefill` and `decode` return such
@@ -131,7 +132,8 @@ class Engine(ABC):
         continuations = [
             Continuation(list(prompt), len(prompt), len(prompt) + limit) for prompt, limit in zip(prompts, limits, strict=True)
         ]
-        self._answer(continuations, stop_tokens, max_sequences or max(1, len(prompts)), ended)
+        limit = min(most for most in (max_sequences, self.max_sequences, max(1, len(prompts))) if most is not None)
+        self._answer(continuations, stop_tokens, limit, ended)
         return [request.tokens[request.prompt_tokens :] for request in continuations]
 
     def _answer(

@@ -82,9 +82,11 @@ def test_answers_keep_the_order_and_equal_single_prompts(max_sequences: int | No
     assert (counts == sorted(set(counts)), counts[-1]) == (True, len(PROMPTS))
 
 
-def test_a_finished_sequence_makes_room_for_the_next_prompt() -> None:
+@pytest.mark.parametrize(("supported", "asked"), [(None, 2), (2, None), (2, 3)])
+def test_a_finished_sequence_makes_room_for_the_next_prompt(supported: int | None, asked: int | None) -> None:
     engine = HistoryEngine()
-    engine.generate(PROMPTS, LIMITS, (), max_sequences=2)
+    engine.max_sequences = supported
+    engine.generate(PROMPTS, LIMITS, (), max_sequences=asked)
     last = max(number for number, (kind, _, _) in enumerate(engine.steps) if kind == "prefill")
     assert {live for kind, _, live in engine.steps[:last] if kind == "decode"} == {2}
     assert max(live for _, _, live in engine.steps) == 2
