@@ -60,8 +60,8 @@ class CheckpointInfo:
     shape: KVShape
     q_heads: int
     vocab_size: int
-    intermediate_size: object
-    """intermediate_size of config.json, a positive integer."""
+    intermediate_size: int
+    """Columns of the MLP."""
     max_positions: int
     """Maximum sequence length of the model's rotary embedding in tokens."""
     rope_scaling: str | None
@@ -134,7 +134,7 @@ def describe_checkpoint(
     config = family.with_defaults(config)
     _check_values(path, config)
     experts_sizes = [key for key in SIZES_OF_EXPERTS if key in config and (key, config[key]) != NO_SHARED_EXPERT]
-    for key in ("hidden_size", "intermediate_size", *experts_sizes):
+    for key in ("hidden_size", *experts_sizes):
         integer(path, config, key)
     experts, chosen = config.get("num_experts", config.get("num_local_experts")), config.get("num_experts_per_tok")
     if experts is not None and chosen is not None and chosen > experts:
@@ -156,7 +156,7 @@ def describe_checkpoint(
         shape=shape,
         q_heads=q_heads,
         vocab_size=vocab_size,
-        intermediate_size=config.get("intermediate_size"),
+        intermediate_size=integer(path, config, "intermediate_size"),
         max_positions=rope.positions(integer(path, config, "max_position_embeddings")),
         rope_scaling=rope.scaling,
         features=tuple(key for key in family.features if config.get(key, True) is not None),

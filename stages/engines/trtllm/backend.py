@@ -144,10 +144,11 @@ def _split_refusal(target: Target, weights: WeightsFormat, info: CheckpointInfo,
             f"backend.tensor_parallel_size={ranks}: weights={weights} are not split over GPUs here; use 1, or weights="
             f"{' or '.join(target.sharded_weights)}"
         )
-    inner = info.intermediate_size
-    if type(inner) is not int:
-        return f"model.path={info.path}: config.json: intermediate_size={inner}: give the number that {ranks} GPUs split"
-    parts = {"KV heads": info.shape.kv_heads, "tokens in the vocabulary": info.vocab_size, "columns of the MLP": inner}
+    parts = {
+        "KV heads": info.shape.kv_heads,
+        "tokens in the vocabulary": info.vocab_size,
+        "columns of the MLP": info.intermediate_size,
+    }
     for part, count in parts.items():
         if count % ranks:
             return f"backend.tensor_parallel_size={ranks}: does not divide the model's {count} {part}; use a divisor"
