@@ -84,6 +84,19 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             )
         absent = INDEX if any(path.glob("*-of-*.safetensors")) else SINGLE
         raise refusal(path, f"no weights, {absent} is missing; download it")
+    names = indexed_files(path)
+    for name in names:
+        if not os.path.lexists(path / name):
+            raise refusal(path, f"{INDEX} names {name}, which is missing; download it")
+    return names, (INDEX,)
+
+
+def indexed_files(path: Path) -> tuple[str, ...]:
+    """Return the names of the safetensors files in the shard index, which may be missing.
+
+    Raises:
+        UserError: The index cannot be read, or names something other than safetensors files in its folder.
+    """
     weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise refusal(path, f"{INDEX} has no weight_map; give the index that was saved with the weights")
@@ -93,9 +106,7 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             raise refusal(
                 path, f"{INDEX} names {short(name)}, which is not a safetensors file in its folder; download the index again"
             )
-        if not os.path.lexists(path / name):
-            raise refusal(path, f"{INDEX} names {name}, which is missing; download it")
-    return tuple(names), (INDEX,)
+    return tuple(names)
 
 
 def check_file(path: Path, name: str) -> None:

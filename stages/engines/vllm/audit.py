@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.checkpoints.carried_scales import SIDES_OF, scale_tensors, scales_by_layer
-from stages.checkpoints.files import INDEX, read_json, refusal
+from stages.checkpoints.files import INDEX, indexed_files, read_json, refusal
 from stages.checkpoints.intake.shapes import ModelShape, read_model
 from stages.engines.backend import Audit
 from stages.policies.delivery import LayerDelivery, Scales
@@ -41,11 +41,11 @@ def audit(path: Path) -> Audit:
     tensors = list(scale_tensors(path))
     loaded: list[Scales] = [{} for _ in range(model.kv.layers)]
     problems = list(refused)
-    indexed_files = set(read_json(path, INDEX).get("weight_map", {}).values()) if (path / INDEX).is_file() else None
+    indexed = indexed_files(path) if (path / INDEX).is_file() else None
     for tensor in tensors:
         if tensor.layer >= model.kv.layers:
             problems.append(f"{tensor.name}: the model has {model.kv.layers} layers")
-        elif indexed_files is not None and tensor.file not in indexed_files:
+        elif indexed is not None and tensor.file not in indexed:
             problems.append(f"{tensor.name}: is in {tensor.file}, which {INDEX} does not name")
         elif READ_NAMES.fullmatch(tensor.within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(tensor.within)):
             loaded[tensor.layer][SIDES_OF[tensor.letter][0]] = tensor.values  # vLLM reads a shared scale as the keys' scale

@@ -124,6 +124,22 @@ def test_scales_in_a_file_outside_the_index_are_not_loaded(tmp_path: Path) -> No
     assert "defaulted: layer 0 keys: 0.5 became the default, 1.0" in lines
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": None}, "has no weight_map"),
+        ({"weight_map": []}, "has no weight_map"),
+        ({"weight_map": {"model.norm.weight": ["model.safetensors"]}}, "is not a safetensors file in its folder"),
+        ({"weight_map": {"model.norm.weight": 5}}, "names 5, which is not a safetensors file"),
+    ],
+)
+def test_an_index_without_names_of_files_is_refused(index: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = write(tmp_path / "model", COMPRESSED, OWN)
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message):
+        audit(model)
+
+
 def test_older_modelopt_is_read_and_non_numeric_scales_refused(tmp_path: Path) -> None:
     model = write(tmp_path / "model", None, PROJECTIONS)
     declared = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
