@@ -22,7 +22,7 @@ from pipeline.config.override_syntax import written
 from pipeline.config.policies import labelled, policy_yaml
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence
-from pipeline.evidence.verify import replay_record
+from pipeline.evidence.verify import replay_record, requested_workloads
 from pipeline.registry import summary
 from pipeline.store.store import Store
 from stages.checkpoints.description import describe_checkpoint, inspect_checkpoint, read_config
@@ -39,6 +39,7 @@ from stages.planning.tune_records import TUNE_FILE, TuneReport
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
+from stages.workloads.config import WorkloadsConfig
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of stage=capacity and stage=recommend."""
@@ -190,11 +191,20 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         status=verdict.status,
         reasons=tuple(verdict.reasons),
         samples_needed=verdict.samples_needed,
+        workloads=_asked(evidence),
         limits=report.limits,
         longest_decode=exercised.longest_decode,
         forks=exercised.forks + exercised.shared_prefixes + (stress.forks if stress is not None else 0),
         kl_mean=kl_mean if kl_mean is not None else float("inf"),
     )
+
+
+def _asked(evidence: Evidence) -> WorkloadsConfig | None:
+    """Return the configuration of an evaluation's samples; None if it cannot be read."""
+    try:
+        return requested_workloads(evidence)
+    except UserError:
+        return None
 
 
 def _find_mismatch(config: Config, model: KVShape, files: dict[str, str], evidence: Evidence) -> str | None:

@@ -24,7 +24,7 @@ from stages.planning.capacity import Capacity, CapacityConfig, PolicyCapacity
 from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
 from stages.verdict.thresholds import MAX_ATTEMPTS, Status
-from stages.workloads.config import LONG, Workload, more_documents
+from stages.workloads.config import LONG, Workload, WorkloadsConfig, more_documents
 
 NO_EVIDENCE = "no evidence"
 NOT_SERVED = "the backend does not serve it"
@@ -48,6 +48,8 @@ class Judged:
     attempt: int = 1
     """`gates.attempt` of the evaluation."""
     samples_needed: dict[str, int] = field(default_factory=dict)
+    workloads: WorkloadsConfig | None = None
+    """Configuration of its samples; None if it is unknown."""
     limits: Limits | None = None
     longest_decode: int = 0
     """Maximum number of tokens that a sample decoded."""
@@ -172,7 +174,8 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
         if last.attempt == MAX_ATTEMPTS:
             return last, f"INCONCLUSIVE: {_first_reason(last)}; gates.attempt={last.attempt} was the last attempt"
         short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
-        keys = {name: f"workloads.samples.{name}" for name in get_args(Workload)} | {"gsm8k": "workloads.gsm8k"}
+        shipped = {name: f"workloads.samples.{name}" for name in get_args(Workload)} | {"gsm8k": "workloads.gsm8k"}
+        keys = shipped if last.workloads is None else last.workloads.count_keys  # the user's own may have a shipped name
         more = [f"{keys[name]}={count}" for name, count in short.items() if name in keys]
         own = ", ".join(f"{count} of {name}" for name, count in short.items() if name not in keys)
         asked = f", after adding questions to your FILE ({own} are needed)" if own else ""

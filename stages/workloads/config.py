@@ -213,6 +213,12 @@ class WorkloadsConfig(StrictModel):
         """Whether no request is compared with the reference engine: such an evaluation is fast, and never passes."""
         return self.conformance_samples == 0
 
+    @property
+    def count_keys(self) -> dict[str, str]:
+        """Workloads of generated questions and GSM8K that are asked -> key of their number. Others are the user's own."""
+        keys = {name: f"workloads.samples.{name}" for name, count in self.samples.items() if count}
+        return keys | ({"gsm8k": "workloads.gsm8k"} if self.gsm8k else {})
+
     def more_questions(self, needed: Mapping[str, int], factor: float) -> MoreQuestions:
         """Return the overrides that ask `factor` times the questions of each workload, and at least `needed`."""
         counts = {
@@ -226,7 +232,7 @@ class WorkloadsConfig(StrictModel):
         if self.lengths:
             now = math.ceil(factor * self.length_documents) * LONG_QUESTIONS
             changes += more_documents({**needed, LONG: now})
-        own_too_few = any(name not in (*counts, "all", "gsm8k") and not name.startswith(LONG) for name in needed)
+        own_too_few = any(name not in ("all", *self.count_keys) and not name.startswith(LONG) for name in needed)
         own_too_few |= "all" in needed and not changes and self.jsonl is not None
         return MoreQuestions(changes, own_too_few, max((*counts.values(), *needed.values()), default=0))
 

@@ -169,6 +169,7 @@ def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) 
         (["workloads=gsm8k", "workloads.gsm8k=60"], {}, Gate.MEAN_KL, "workloads.gsm8k=232"),
         (["workloads=gsm8k", "workloads.gsm8k=1319"], {}, Gate.MEAN_KL, "more questions would not decide: mean KL"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, Gate.ACCURACY, "add questions to mine.jsonl; ask"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"gsm8k": 500}, Gate.ACCURACY, "add questions to mine.jsonl; ask"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"all": 15}, Gate.MIN_SAMPLES, "add questions to mine.jsonl; ask"),
         (["workloads.samples.copy=4"], {"all": 32}, Gate.MIN_SAMPLES, "workloads.samples.copy=32"),
         ([], {}, Gate.MEAN_KL, "workloads.samples.copy=619"),

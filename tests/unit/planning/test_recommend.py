@@ -109,6 +109,9 @@ def test_the_most_live_tokens_with_evidence_are_recommended(name: str) -> None:
     assert len(recommendation.passed_over) == len(capacity().policies) - (expected is not None)
 
 
+OWN = config_of("workloads=jsonl", "workloads.jsonl=mine.jsonl").workloads
+
+
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
@@ -124,6 +127,11 @@ def test_the_most_live_tokens_with_evidence_are_recommended(name: str) -> None:
             {"status": "INCONCLUSIVE", "samples_needed": {"incidents": 9}},
             [],
             "with workloads=jsonl workloads.jsonl=FILE gates.attempt=2, after adding questions to your FILE (9 of incidents",
+        ),
+        (
+            {"status": "INCONCLUSIVE", "samples_needed": {"gsm8k": 9, "copy": 8}, "workloads": OWN},
+            [],
+            "with workloads=jsonl workloads.jsonl=FILE gates.attempt=2, after adding questions to your FILE (9 of gsm8k, 8 of",
         ),
         ({"status": "INCONCLUSIVE", "attempt": 20}, [], "gates.attempt=20 was the last attempt"),
         ({"limits": None}, [], "its report records no limits"),
