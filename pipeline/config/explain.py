@@ -17,6 +17,8 @@ from stages.engines.config import backend_configs
 
 MAX_PLACES = 3
 """Maximum keys that the hint for a key without its section names."""
+KEY_MARK = "[key]"
+"""Last part of pydantic's location of a problem with a mapping's key instead of its value."""
 
 
 def explain_validation(error: ValidationError, composed: DictConfig) -> list[str]:
@@ -25,7 +27,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     problems = error.errors(include_url=False)
     wrong_keys = [".".join(map(str, problem["loc"])) for problem in problems]
     for problem in problems:
-        location = tuple(part for part in problem["loc"] if part != "[key]")  # pydantic's mark of a mapping's key
+        location = tuple(part for part in problem["loc"] if part != KEY_MARK)
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
             continue  # the problems of the list's items have their own lines
         if location[1:2] == (OmegaConf.select(composed, "backend.name"),):  # pydantic inserts the tag of the union
@@ -34,7 +36,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         texts = [text for text in map(raw.get, places) if isinstance(text, str)]
         # Such as `${seed}` or `${oc.env:HOME}`, also of the section.
         interpolated = next((text for text in texts if "${" in text), None)
-        if interpolated is not None and any(wrong.startswith(interpolated[2:-1]) for wrong in wrong_keys):
+        source = re.fullmatch(r"\$\{([\w.]+)\}", interpolated or "")
+        if source and any(f"{wrong}.".startswith(f"{source[1]}.") for wrong in wrong_keys):
             continue  # interpolated from another key, whose problem has its own line
         # An environment variable may hold a secret, so only its name is shown.
         text: str = problem["msg"]
@@ -49,7 +52,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
         elif problem["type"] == "literal_error":
             choices = ["".join(groups) for groups in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
-            lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
+            wrong = f"{key}: unknown key" if problem["loc"][-1] == KEY_MARK else f"{key}={value}: no such option"
+            lines.append(f"{wrong}{suggest(str(value), choices)}")
         else:
             got = short(repr(value) if isinstance(value, str) else value, 200)
             hint = _percent(problem.get("ctx", {}), value)
