@@ -118,8 +118,7 @@ class _Handler(logging.Handler):
         try:
             text = record.getMessage()
         except Exception:  # a library's arguments do not match its format
-            self.handleError(record)
-            return
+            text = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
         fields: dict[str, object] = getattr(record, "fields", {})
         if record.exc_info:
             fields = {"traceback": redact_text(logging.Formatter().formatException(record.exc_info))}
