@@ -203,7 +203,7 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
     for line in lines:
         text = Text(relative(line))
         if isinstance(line, Styled):
-            text.stylize(line.style, 0, line.length)
+            text = Text.assemble((relative(line[: line.length]), line.style), relative(line[line.length :]))
         out.print(text, soft_wrap=paste or not out.is_terminal)
 
 

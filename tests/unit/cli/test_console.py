@@ -137,6 +137,14 @@ def test_brackets_of_paths_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> Non
         assert text in stream.getvalue()
 
 
+def test_a_style_ends_with_a_beginning_that_holds_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = Console(file=io.StringIO(), width=160, highlight=False, record=True)
+    monkeypatch.setattr(console, "out", shown)
+    console.result("capacity", console.Styled("bold", f"{tmp_path}/model", f": in {tmp_path}/work"))
+    assert shown.export_text(styles=True) == "\x1b[1mmodel\x1b[0m: in work\n"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
