@@ -156,20 +156,21 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
         raise UserError("\n".join([*lines, *missing]))
     for job, name in zip(planned.jobs, planned.names, strict=True):
         check_name(job.kv, name)
-    _refuse_equal_names(planned.names)
+    _refuse_equal_names(planned)
     return replace(planned, arguments=(*(f"--config-dir={folder}" for folder in folders), *overrides))
 
 
-def _refuse_equal_names(names: Sequence[str]) -> None:
+def _refuse_equal_names(planned: Plan) -> None:
     """Refuse a sweep whose candidates cannot be told apart: the summary would keep only the last one."""
     first: dict[str, int] = {}
-    for number, name in enumerate(names, start=1):
+    for number, name in enumerate(planned.names, start=1):
         earlier = first.setdefault(name, number)
         if earlier != number:
-            raise UserError(
-                f"jobs {earlier} and {number}: both have the display name {name}; leave one out, or give each policy a name of "
-                "its own (kv.name)"
-            )
+            renamed = any(key_of(part) == "kv.name" for part in planned.job_overrides[number - 1])
+            fix = "leave one out, or give each policy a name of its own (kv.name)"
+            if renamed:
+                fix = "kv.name replaces the name of every swept kv; leave kv.name out"
+            raise UserError(f"jobs {earlier} and {number}: both have the display name {name}; {fix}")
 
 
 def _refuse_override(override: str) -> None:

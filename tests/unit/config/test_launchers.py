@@ -41,15 +41,25 @@ def test_jobs_are_named_in_the_order_of_the_command_line() -> None:
     assert [(job.kv.name, job.seed) for job in planned.jobs] == [("fp8", 1), ("fp8", 0), ("int8", 1), ("int8", 0)]
 
 
+LEAVE_OUT = "kv.name replaces the name of every swept kv; leave kv.name out"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "name"),
-    [(["kv=mine,yours"], "foo"), (["kv=fp8,int8", "kv.name=it"], "it kv.name=it"), (["kv=fp8,'fp8'"], "fp8")],
+    ("overrides", "problem"),
+    [
+        (["kv=mine,yours"], "jobs 1 and 2: both have the display name foo; leave one out, or give each policy a name"),
+        (["kv=fp8,'fp8'"], "jobs 1 and 2: both have the display name fp8; leave one out, or give each policy a name"),
+        (["kv=fp8,int8", "kv.name=it"], f"jobs 1 and 2: both have the display name it kv.name=it; {LEAVE_OUT}"),
+        (["kv=fp8,int8", "kv.name=x,y"], f"jobs 1 and 3: both have the display name x kv.name=x; {LEAVE_OUT}"),
+    ],
 )
-def test_candidates_of_equal_display_names_are_refused_before_any_work(overrides: list[str], name: str, tmp_path: Path) -> None:
+def test_candidates_of_equal_display_names_are_refused_before_any_work(
+    overrides: list[str], problem: str, tmp_path: Path
+) -> None:
     (tmp_path / "kv").mkdir()
     for option, form in (("mine", "fp8"), ("yours", "int8")):
         (tmp_path / "kv" / f"{option}.yaml").write_text(f"defaults: [{form}, _self_]\nname: foo\n")
-    with pytest.raises(UserError, match=f"^jobs 1 and 2: both have the display name {name}; leave one out, or give each"):
+    with pytest.raises(UserError, match=f"^{problem}"):
         plan(overrides, multirun=True, folders=[tmp_path])
 
 
