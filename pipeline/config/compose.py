@@ -342,7 +342,8 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
         if len(set(choices[key])) < len(choices[key]):  # candidates are told apart by their names
             raise UserError(f"{as_typed(str(o.input_line))}: lists a value twice; leave one out")
         if not choices[key]:
-            raise UserError(f"{as_typed(str(o.input_line))}: there is no such option; list the values to sweep")
+            problem = "has no values" if o.is_range_sweep() else "there is no such option"
+            raise UserError(f"{as_typed(str(o.input_line))}: {problem}; list the values to sweep")
     if prod(map(len, choices.values())) > MAX_JOBS:
         swept = " ".join(as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override())
         raise UserError(f"{swept}: more than {MAX_JOBS:,} jobs; make several sweeps")

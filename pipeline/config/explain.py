@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from pipeline.config.override_syntax import written
 from stages.core.errors import short
@@ -59,8 +60,23 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             hint = _percent(problem.get("ctx", {}), value)
             if problem["type"] in ("list_type", "tuple_type") and len(got) < 200 and isinstance(value, str | int | float):
                 hint = f"; give a list: {shlex.quote(f'{key}=[{written(value)}]')}"
-            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {got}){hint}")
+            lines.append(f"{key}: {_plain(problem)} (got {got}){hint}")
     return lines
+
+
+def _plain(problem: ErrorDetails) -> str:
+    """Return pydantic's text of a problem, or plainer words for texts that name Python's types."""
+    kind, text = problem["type"], problem["msg"]
+    if kind in ("list_type", "tuple_type"):
+        return "must be a list"
+    if kind in ("dict_type", "model_type"):
+        return "must be a mapping of keys to values"
+    if kind == "too_short":
+        least = problem["ctx"]["min_length"]
+        return "must not be empty" if least == 1 else f"must have at least {least} items"
+    if kind == "too_long":
+        return f"must have at most {problem['ctx']['max_length']} items"
+    return f"{text[0].lower()}{text[1:]}"
 
 
 def _percent(context: Mapping[str, Any], value: object) -> str:
