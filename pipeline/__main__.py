@@ -59,7 +59,7 @@ def _run_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
 
 
 def _plan_command(argv: Sequence[str]) -> "Plan | int":
-    """Return the checked jobs of a command line, or the exit code of an option or a dry run, which starts no job."""
+    """Return the checked jobs of a command line, or an exit code if the command starts no job (--help, --cfg, dry=true)."""
     parser = _parser()
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if arguments.shell_completion and not re.fullmatch("(un)?install=(bash|zsh|fish)|query=.*", " ".join(arguments.overrides)):

@@ -185,7 +185,7 @@ def _check_context(
 ) -> None:
     """Refuse sequences that are longer than the model or the engine permits, or whose cache exceeds this machine's memory.
 
-    Messages name `key` (the setting of the length of the sequences, with its value) and `batch_key` (of their number).
+    Messages name two settings: `key`, with its value, sets the length of the sequences, and `batch_key` sets their number.
     """
     limit, limited = _context_limit(config, checkpoint)
     if tokens > limit:

@@ -219,7 +219,7 @@ def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep:
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
-    """Return a step that asks enough questions to decide, a finer policy, or the reason why no number would decide."""
+    """Return the next step: ask enough questions, judge a finer policy, or a note why more questions would not decide."""
     needed: dict[str, int] = {}
     for name, count in (item for candidate in undecided for item in candidate.samples_needed.items()):
         needed[name] = max(count, needed.get(name, 0))

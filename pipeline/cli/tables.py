@@ -37,7 +37,7 @@ MEASURES = (
         for drafter in ("lookup", "draft")
     ),
 )
-"""Columns of the comparison, with the candidate's metric and the baseline's metric or its value by definition.
+"""(column, candidate's metric, baseline's metric) of the comparison. The third may be the baseline's fixed value.
 
 Columns of speculative decoding are shown only if a candidate has the metric.
 """

@@ -21,7 +21,7 @@ from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import COLOURS, print_registry
 from pipeline.config.config import Config
 from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, first_users, last_sweeps, take_inventory
-from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER, ROLLED_BACK_AT, ROLLED_BACK_BY
+from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER, ROLLED_BACK_AT, ROLLED_BACK_BY, ROLLED_BACK_TO
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.store import USE_LOCK, alone, unfinished
@@ -85,9 +85,9 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
         previous = model.versions.get(champion.tags.get(PROMOTED_OVER, ""))
         over = "" if previous is None else f", over {previous}"
         console.say(f"  champion: promoted {_minute(promoted)} UTC by {champion.tags.get(PROMOTED_BY)}{over}")
-    # A rollback before the champion's own promotion does not matter any more.
+    # A rollback before the champion's own promotion, or to another version, does not matter any more.
     returned = max(model.versions.values(), key=lambda version: version.tags.get(ROLLED_BACK_AT, ""))
-    if returned.tags.get(ROLLED_BACK_AT, "") > promoted:
+    if returned.tags.get(ROLLED_BACK_TO) == champion.number and returned.tags[ROLLED_BACK_AT] > promoted:
         when, user = _minute(returned.tags[ROLLED_BACK_AT]), returned.tags.get(ROLLED_BACK_BY)
         console.say(f"  champion: serves since {user} rolled {returned} back at {when} UTC")
     if "previous" not in aliases:

@@ -17,7 +17,7 @@ from stages.core.redaction import leaves
 from stages.engines.config import backend_configs
 
 MAX_PLACES = 3
-"""Maximum keys that the hint for a key without its section names."""
+"""Maximum number of complete keys that a hint lists for a key that was given without its section."""
 KEY_MARK = "[key]"
 """Last part of pydantic's location of a problem with a mapping's key instead of its value."""
 

@@ -1,4 +1,4 @@
-"""Checks of command-line overrides before composition, of launchers, and of compositions for code that Hydra would run.
+"""Checks of command-line overrides and launchers. Composed configurations are searched for code that Hydra would run.
 
 A sweep's launcher may be any installed Hydra plugin. A launcher's configuration can name code and shell commands (`_target_`,
 `setup`). Therefore `_target_` is always the plugin's own, and other keys come from the command line, never from files of
@@ -235,7 +235,7 @@ NOT_CODE = re.compile(r"(runtime|overrides|searchpath|mode|job\.(name|override_d
 
 
 def refuse_code(hydra: DictConfig, shipped: DictConfig) -> None:
-    """Refuse what files of --config-dir set below `hydra`: Hydra would import and call it, or a launcher would run it.
+    """Refuse keys below `hydra` in files of --config-dir. Hydra would import and call the values, or a launcher run them.
 
     `shipped` is the same node composed without these files. Interpolations are not resolved.
     """

@@ -147,7 +147,7 @@ def take_inventory(config: Config) -> Inventory:
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
-    """Return the last sweeps, up to the `number`-th that has candidates, and the last single evaluations by the same rule."""
+    """Return the last `number` sweeps and the last `number` single evaluations. Those without a candidate do not count."""
     counts = Counter[bool]()
     chosen = []
     for sweep in sweeps:

@@ -30,9 +30,9 @@ from mlflow.exceptions import MlflowException
 from pipeline.registry import run_content
 from pipeline.registry.store_errors import check_reachable, store_errors
 from pipeline.registry.store_files import check_files, follow_move
-from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, RegisteredModel, Version
+from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, LostFiles, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
@@ -143,15 +143,13 @@ class RegistryReader:
     def download(self, version: Version, folder: Path) -> Path:
         """Download the evidence of a version, with the engine if the registry has a copy; return the path.
 
-        Raises MissingRequirement if the files are gone, or as `store_errors` does.
+        Raises LostFiles if the files are gone, or as `store_errors` does.
         """
         try:
             with store_errors(self.location):
                 return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
         except MlflowException as error:
-            raise MissingRequirement(
-                f"{self.location} has no files of {version}; judge it again with stage=evaluate"
-            ) from error
+            raise LostFiles(f"{self.location} has no files of {version}; judge it again with stage=evaluate") from error
 
 
 class MlflowStore(RegistryReader):

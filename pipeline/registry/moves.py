@@ -52,7 +52,10 @@ def previous_alias(alias: str) -> str:
 
 
 def route_of(model: RegisteredModel, alias: str) -> Route:
-    """Return the versions of a serving alias. If a killed move left both aliases at one version, there is no previous one."""
+    """Return the versions of a serving alias.
+
+    The previous version is None if both aliases point at one version, as after a killed move.
+    """
     now, previous = model.aliases.get(alias), model.aliases.get(previous_alias(alias))
     return Route(now, previous if previous != now else None)
 

@@ -14,8 +14,8 @@ much shorter contexts than the champion is chosen only by name.
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.registry.moves import Move, make_moves, route_back, route_of
-from pipeline.registry.tracking import CHAMPION, RegisteredModel, Version
+from pipeline.registry.tracking import CHAMPION, LostFiles, RegisteredModel, Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.redaction import redact_text
 from stages.engines.config import is_least_preferred
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
 
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
-ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
+ROLLED_BACK_BY, ROLLED_BACK_AT, ROLLED_BACK_TO = "rolled_back_by", "rolled_back_at", "rolled_back_to"
 """Tags of a version: who promoted it, when, and over which version; who rolled it back, and when."""
 TESTED_TOKENS, TESTED_BATCH = "quality/covered_tokens", "quality/covered_batch"
 """Metrics: the longest context that the evaluation tested, in tokens, and the largest batch."""
@@ -174,6 +174,10 @@ class Engines:
                     raise
                 self.fetch(version)
                 engine = self.read(version)
+            if fetched and self.fetch is not None and not engine.candidate.engine.path.is_dir():
+                with suppress(GateRefusal):  # without a copy, the replay says what is missing
+                    self.fetch(version)
+                    engine = self.read(version)
             self._engines_read[version.number] = engine
         return self._engines_read[version.number]
 
@@ -194,8 +198,9 @@ class Engines:
         compared = tuple(candidates if rival is None else [*candidates, rival])
         if rival is not None and choose_champion([best, rival]) is rival:
             try:
-                self._engines_read[rival.version].verify()
-            except (GateRefusal, MissingRequirement) as error:
+                with _competes(rival.name):
+                    self._engines_read[rival.version].verify()
+            except GateRefusal as error:
                 excluded[rival.report.digest] = f"cannot stay the champion: {error}"
             else:
                 message = f"{rival.name} (version {rival.version}) stays the champion"
@@ -212,14 +217,15 @@ class Engines:
         def record() -> None:
             if name is None and ROLLED_BACK_AT in self.registry.read().versions[best.version].tags:
                 raise GateRefusal(f"{best.name} is not promoted: another command rolled it back meanwhile; run it again")
-            self.registry.set_tags(best.version, {ROLLED_BACK_BY: None, ROLLED_BACK_AT: None, **tags})
+            no_rollback = dict.fromkeys((ROLLED_BACK_BY, ROLLED_BACK_AT, ROLLED_BACK_TO))
+            self.registry.set_tags(best.version, {**no_rollback, **tags})
 
         move = Move(CHAMPION, before, before.moved_to(best.version), record)
         if self.dry:
             return PromotionMove(best.name, self._planned(move), compared, excluded)
-        make_moves(self.registry, [move])
         since = rolled_back.get(best.report.digest)
         over = f" over version {before.now}{self._other_checkpoint(best)}" if before.now is not None else ""
+        make_moves(self.registry, [move])
         note = f"; it had been rolled back at {since}" if since is not None else ""
         covered = f", {best.covered}" if best.covered is not None else ""
         message = f"{best.name} (version {best.version}) is the champion{over}{note}{covered}"
@@ -274,16 +280,15 @@ class Engines:
         serving = self.model.pointed_at.get(CHAMPION)
         if serving is None or serving.name in [candidate.name for candidate in candidates]:
             return None
-        try:
-            champion = self.find(serving, fetched=True).candidate
-        except GateRefusal:  # another work directory judged it, and the registry has no copy of its engine
+        checkpoints = {candidate.checkpoint for candidate in candidates}
+        if self.registry.checkpoint_digest(serving) not in {None, *checkpoints}:  # known before a download
             return None
-        except MissingRequirement as error:
-            raise MissingRequirement(
-                f"the champion, {serving}, cannot compete: {error}; run it again, or request a candidate with promote.name=NAME"
-            ) from error
-        comparable = any(candidate.checkpoint == champion.checkpoint for candidate in candidates)
-        return champion if comparable and champion.verdict == "PASS" else None
+        try:
+            with _competes(str(serving)):
+                champion = self.find(serving, fetched=True).candidate
+        except (GateRefusal, LostFiles):  # another work directory judged it, and the registry has no copy of its engine
+            return None
+        return champion if champion.checkpoint in checkpoints and champion.verdict == "PASS" else None
 
     def _excluded(self, candidates: Sequence[Candidate], rolled_back: Mapping[str, str]) -> dict[str, str]:
         """Return digest of a report -> reason why its candidate is promoted only by name."""
@@ -324,13 +329,27 @@ class Engines:
             self.find(version, fetched=True).verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"stage=rollback: {version} cannot become the champion again: {error}") from error
-        tags = {PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None, ROLLED_BACK_BY: author(), ROLLED_BACK_AT: _now()}
+        tags = dict.fromkeys((PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER))
+        tags |= {ROLLED_BACK_BY: author(), ROLLED_BACK_AT: _now(), ROLLED_BACK_TO: version.number}
         move = Move(CHAMPION, before, after, lambda: self.registry.set_tags(bad, tags), back=True)
         if self.dry:
             return PromotionMove(version.name, self._planned(move))
         make_moves(self.registry, [move])
         message = f"{version.name} (version {version.number}) is the champion again, version {bad} is not"
         return PromotionMove(version.name, message)
+
+
+@contextmanager
+def _competes(champion: str) -> Iterator[None]:
+    """Say that the champion cannot be compared if its evidence needs something that is missing here."""
+    try:
+        yield
+    except LostFiles:
+        raise
+    except MissingRequirement as error:
+        raise MissingRequirement(
+            f"the champion, {champion}, cannot compete: {error}; run it again, or request a candidate with promote.name=NAME"
+        ) from error
 
 
 def choose_champion(candidates: Sequence[Candidate], excluded: Mapping[str, str] = MappingProxyType({})) -> Candidate:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from pipeline.config.config import ENVIRONMENT, Tracking
-from stages.core.errors import UserError, short
+from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import holds_secret, redact_text
 from stages.core.strict import absolute_path
 
@@ -60,12 +60,16 @@ class Location:
         return self.uri.startswith(("http://", "https://"))
 
 
+class LostFiles(MissingRequirement):
+    """The registry has a version, but its files are gone."""
+
+
 @dataclass(frozen=True)
 class Version:
     """A version of a registered model: an engine with its evidence.
 
     It has at most six tags: `kv`, `verdict` and `identity_digest`, and the author, time and replaced version of its promotion
-    or the author and time of its rollback. Everything else is in the evidence that `identity_digest` cites.
+    or the author, time and target of its rollback. Everything else is in the evidence that `identity_digest` cites.
     """
 
     number: str

@@ -293,9 +293,9 @@ Below sm_90 it is half of this, because every warp holds the queries in register
 """
 
 QUERY_NUMBERS = 8192
-"""Maximum numbers in a block's queries, all terms; half of this below sm_90. 16 KB of shared memory in addition to two tiles.
+"""Maximum numbers in a block's queries, including all terms; below sm_90 the maximum is half of this.
 
-8 warps hold the same number of sums in 32 registers a thread.
+These queries take 16 KB of shared memory in addition to two tiles. 8 warps hold as many sums in 32 registers per thread.
 """
 
 NEW_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}

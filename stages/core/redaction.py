@@ -22,7 +22,11 @@ _USERINFO = re.compile(r"(?<=[a-zA-Z0-9+.-]://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/
 _ASSIGNED = re.compile(r"(?<![\w-])([\w-]++)(\\?[\"']?\s*+[=:]\s*+)")
 """A name, and the separator before its value. Possessive quantifiers keep the search linear."""
 _VALUE = re.compile(
-    r'"((?:[^"\\]|\\.)++)"' r"|'((?:[^'\\]|\\.)++)'" r'|\\"((?:(?!\\").)++)\\"' r"""|(?:\\?["'])?([^\s&"',;\\]++)""", re.DOTALL
+    r'"((?:[^"\\]|\\.)++)"'
+    r"|'((?:[^'\\]|\\.)++)'"
+    r'|\\"((?:(?!\\").)++)\\"'
+    r"""|(?:\\?["'])?((?:[^\s&"',;\\]|\\(?!["'n]))++)""",
+    re.DOTALL,
 )
 """A value in quotes, in escaped quotes, or without quotes."""
 _SECRET_NAME = re.compile(
@@ -71,7 +75,11 @@ def _mask_assigned(text: str) -> str:
         begin = max(end, assigned.start() - MAX_PATH_CHARACTERS)
         if re.fullmatch(r":\s+", separator) and _PATH_ENDING.search(text, begin, assigned.start()):
             continue
-        if (value := _VALUE.match(text, assigned.end())) is not None and value.lastindex is not None:
+        value = _VALUE.match(text, assigned.end())
+        if value is None or value.lastindex is None:
+            continue
+        is_text = value.start(value.lastindex) > assigned.end() or not re.search("[\"']", separator)
+        if is_text:  # the value of a quoted name without quotes is null or a number of JSON
             parts += [text[end : value.start(value.lastindex)], MASK]
             end = value.end(value.lastindex)
     return "".join([*parts, text[end:]])

@@ -155,7 +155,7 @@ def _stress_test(
 
 
 def other_batch_size(batch: int, samples: int) -> int:
-    """Return a batch size unlike the first run's: a quarter of its sequences, or one or two if it had few."""
+    """Return another batch size than the first run's: a quarter of it, or 1 or 2 if the first run had few sequences."""
     if batch == 1:
         return 2
     together = min(batch, samples)

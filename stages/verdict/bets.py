@@ -9,9 +9,9 @@ reaches 1 / alpha, and the bound is the limit that the score would just reject. 
 The scores of a few stakes are averaged, so that the result does not depend on the order of the documents. Source: Waudby-Smith
 and Ramdas, JRSS B 86 (2024) 1-27.
 
-A document outside a stake's range ends the stake: its score is 0 from then on. If the range is known (distances and shares are
-at least 0 and capped above), the level is exact. If the range is assumed (the loss or gain of one document in recovery,
-answers and accepted drafts), the level is an estimate; `python -m benchmarks.gates` simulates the true level.
+A document outside a stake's range ends the stake: the stake's score is 0 from then on. If the range is known (distances
+and shares are at least 0 and capped above), the level is exact. If the range is assumed (the loss or gain of one document in
+recovery, answers and accepted drafts), the level is an estimate; `python -m benchmarks.gates` simulates the true level.
 """
 
 import math
@@ -82,7 +82,7 @@ class Result:
     value: float
     bound: float
     level: float
-    """Error level of the test: the level of a FAIL if it failed, or else of a PASS."""
+    """Error level of the decision: the FAIL level if the decision is FAIL, otherwise the PASS level."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ to 7."""
 
 MEASURED_ALLOWED = 4.0
 """Maximum distance in measured roundings. One measured rounding is the 16-bit engine's distance from its own reference engine.
-A candidate may differ by 4 (16 times the KL of one), the 16-bit engine itself by 4 assumed roundings."""
+A candidate may differ by 4 measured roundings, which is 16 times the KL of one. The 16-bit engine may differ by 4 assumed
+roundings."""
 
 LAYER_ALLOWED = 2.0
 """Allowed multiple of the 16-bit engine's error in a layer's stored vectors, if the rounding is measured."""
@@ -53,9 +54,9 @@ class Distance(Record):
     stored_mean: Number = 0.0
     """Mean of this error over all stored vectors."""
     stored_by_layer: tuple[float, ...] = ()
-    """Mean of this error by layer, if the rounding is measured. In `ComparedRequest.engine` it is the candidate's error, in
-    `ComparedRequest.rounding` the maximum of the 16-bit engine's and the disturbed reference engine's. A correct quantizer adds
-    no more error."""
+    """Mean of this error by layer, if the rounding is measured. `ComparedRequest.engine` holds the
+    candidate's error. `ComparedRequest.rounding` holds the larger of two errors: the 16-bit engine's, and the disturbed
+    reference engine's. A correct quantizer does not exceed it."""
 
 
 class ComparedRequest(Record):

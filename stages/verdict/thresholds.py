@@ -156,7 +156,8 @@ class Verdict(Record):
 
     status: Status
     reasons: list[str]
-    """Reasons of the failed checks, or else of the inconclusive checks, or else of recovery (without recovery, of all)."""
+    """Reasons of the failed checks. If none failed, of the inconclusive checks. If all passed, of recovery, or of all checks if
+    none is about recovery."""
     checks: list[Check]
     warnings: list[str] = Field(default=[])
     """Reasons of the checks with a WARNING, which do not affect the verdict."""

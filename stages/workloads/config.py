@@ -81,8 +81,8 @@ class StressTestConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests of the crowd, which is sent twice. A fifth are long, and the second time a third have other tokens. Per request,
-    two pairs of short requests are also sent, and the engine is idle for 0.02 s."""
+    """Requests of the crowd, which is sent twice. A fifth are long. The second time, a third have other tokens. For each
+    request, the test also sends two pairs of short requests and lets the engine idle for 0.02 s."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 

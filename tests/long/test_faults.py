@@ -14,6 +14,17 @@ RECORD, COSTS = record.load(record.RESULTS, record.Outcome), record.load(record.
 
 JUDGED = [name for name in RECORD if name in BY_NAME]
 
+NOT_MEASURED = {
+    "turn_slots_end_at_294",
+    "fork_of_depth_4_shares_partial_page",
+    "rows_on_a_prefix_read_as_far_as_the_first",
+    "scales_of_a_page_with_17_users",
+    "prompt_of_tiles_of_320",
+    "prompt_equal_to_a_kept_prefix",
+    "prefix_kept_before_its_last_write",
+}
+"""Faults whose cost the next `make faults` measures."""
+
 FEW = (
     "workloads.samples={prose: 2, retrieval: 3, tool_call: 0, copy: 3, multi_turn: 0}",
     "workloads.rounds=[1.0]",
@@ -59,8 +70,9 @@ def test_the_page_explains_every_fault_that_passes() -> None:
 
 
 def test_faults_that_harm_answers_have_a_measured_cost() -> None:
-    harmful = [name for name in JUDGED if BY_NAME[name].harm == "answers"]
-    assert [name for name in harmful if name not in COSTS or not COSTS[name].real] == []
+    harmful = {name for name in JUDGED if BY_NAME[name].harm == "answers"}
+    assert [name for name in harmful & COSTS.keys() if not COSTS[name].real] == []
+    assert harmful - COSTS.keys() == NOT_MEASURED
 
 
 def test_a_refused_fault_is_detected_by_its_declared_gate() -> None:

@@ -150,8 +150,8 @@ def _exact_part(
 ):  # fmt: skip
     """Attend to the current token, the sinks and the recent tokens of one sequence, all unquantized.
 
-    work: The program's row of the work list. `work + 2` points to the row's first page, which is 0, because attend_exact needs
-        a pointer to 0.
+    work: The program's row of the work list. attend_exact needs a pointer to 0: `work + 2`, the row's first page,
+        which is 0 for exact tokens.
     """
     b = tl.load(work)
     head = b * H + h

@@ -46,7 +46,7 @@ class ModelShape:
     windows: tuple[int | None, ...]
     """Number of latest tokens that each layer attends to; None for all tokens."""
     max_positions: int | None
-    """Maximum sequence length in tokens; None if config.json does not have it, or has rotary embeddings that kvgate refuses."""
+    """Maximum sequence length in tokens; None if config.json does not have it, or if scaled rotary embeddings leave it open."""
     tensors: Callable[[], Mapping[str, Shape]] | None
     """Names and shapes of the weights; None for a family whose weights are not counted."""
     notes: tuple[str, ...]
@@ -149,8 +149,12 @@ def _max_positions(path: Path, config: dict[str, Any], *, supported: bool) -> in
     positions = config.get("max_position_embeddings")
     if type(positions) is not int or positions <= 0:
         return None
-    if not supported:
-        return positions
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else None
+    if kind == "default" or not supported:
+        return positions if kind == "default" else None
+    if kind in ("linear", "dynamic") or (kind == "yarn" and "original_max_position_embeddings" not in scaling):
+        return None  # some checkpoints state the limit before scaling, others the limit after it
     try:
         return read_rope(path, config).positions(positions)
     except UserError:

@@ -58,8 +58,8 @@ def pad_rows(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
 def page_numbers(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
     """Return the page numbers of the page indices `pages` (B, S), flattened.
 
-    Each of `rows` has a sequence's page numbers, and the page index of the first number. For lower page indices, the result
-    is arbitrary.
+    `rows` has a tuple per sequence: its page numbers, and the page index that the first number belongs to. The result for
+    lower page indices is arbitrary.
     """
     numbers = []
     for (page_table, first), page in zip(rows, pages, strict=True):

@@ -30,7 +30,7 @@ LONG_STEPS = 24
 ASLEEP_PAGES = 256
 """Minimum pages that idle and batched sequences hold together; raised to a full batch of the longest sequences."""
 ASLEEP_BYTES = 64 << 20
-"""Maximum bytes of these pages. If pages are large, fewer sequences are idle, and none are if ASLEEP_PAGES do not fit."""
+"""Maximum bytes of the idle sequences' pages. Large pages allow fewer idle sequences: none if ASLEEP_PAGES pages do not fit."""
 WATCHED_LOGITS = 512
 """Approximate number of stored logits per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0
@@ -41,7 +41,7 @@ MIN_REPETITIONS = 4
 WEAR_STEPS = 12
 """Decode steps of a request in `wear`. With 300 repetitions, the engine takes more than 4,096 steps in the stress test."""
 LEAK_BYTES = 512 << 10
-"""Growth of the process in bytes that counts as a leak if each of the last three quarters of the requests causes it."""
+"""Minimum growth in bytes that counts as a leak. The process must grow by it in each of the last three quarters of the run."""
 
 MIN_POOL_REQUESTS, POOL_REQUESTS, POOL_STEPS = 5, 8, (8, 18)
 """Minimum and usual number of requests in the full pool; minimum and maximum tokens per request that are decoded across a page

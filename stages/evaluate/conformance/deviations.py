@@ -31,7 +31,8 @@ WORST_SHARE = 1 / 8
 shown 65 times the KL of a rounding."""
 
 UNUSUAL = 30.0
-"""Maximum KL of a sequence (mean) or of a sequence name (median), as a multiple of the run's median, if no rounding is used."""
+"""Maximum KL if no rounding is used, as a multiple of the run's median. It applies to the mean of a sequence, and to the median
+of all sequences of one name."""
 UNUSUAL_KL = 0.02
 """Median KL in nats that is always allowed if the engine's arithmetic differs by design."""
 FLIPPED_KL = 0.05

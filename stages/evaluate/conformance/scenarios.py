@@ -131,7 +131,7 @@ def equal(test: StressTest) -> None:
     """Decode prompts that have tokens in common.
 
     - Equal prompts decode different tokens, within a page and past its end.
-    - Prompts share a page with different tokens before it; a third prompt has this page at another place.
+    - Two prompts have different first pages and an equal second page. A third prompt begins with this page.
     - Prompts differ from the last token of a page on, or only in their own last token.
     - Prompts begin like the last released sequence: with all of its tokens, or up to a few tokens before or after a page's end.
     """

@@ -31,8 +31,8 @@ LAST_STEPS = 4
 """Decode steps for which every sequence keeps room until the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
 LATE = ((130, 600), (600, 900))
-"""Minimum and maximum tokens of long prompts that join a running batch, before they are limited to two thirds of the largest
-length and rounded down to whole pages. The other long prompts begin together."""
+"""(minimum, maximum) tokens of each long prompt that joins a running batch. A drawn length is limited to two thirds of the
+maximum length and rounded down to whole pages. The other long prompts begin together."""
 CONTINUED = 6
 """Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
 

@@ -31,9 +31,8 @@ from stages.workloads.config import MIN_SHARE, StressTestConfig
 
 SMALL = StressTestConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
 WIDE = SMALL.model_copy(update={"max_batch": 20})
-DAY = SMALL.model_copy(update={"max_tokens": 704, "max_batch": 8})
+LATER = SMALL.model_copy(update={"max_tokens": 704, "max_batch": 8})
 FAR = StressTestConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40, seed=0)
-
 
 Limit = Callable[..., None]
 
@@ -155,7 +154,7 @@ def logits_of_another_leak(engine: Any) -> None:
     session.run, engine.pool.tables = faulty, noting
 
 
-WHERE_SAMPLES_DO_NOT_LEAD = [
+UNREACHED_BY_SAMPLES = [
     ("prompt_logits_one_off", WIDE, "batch", "of a batch of 20"),
     ("prompt_rows_reversed", WIDE, "batch", "of a batch of 20"),
     ("generate_long_prompts", FAR, "", "generate: 0 tokens instead of"),
@@ -176,7 +175,7 @@ Faults with FAR take long.
 
 @pytest.mark.every
 @pytest.mark.parametrize(
-    ("name", "config", "scenario", "expected"), [one for one in WHERE_SAMPLES_DO_NOT_LEAD if STRIDE == 1 or one[1] is WIDE]
+    ("name", "config", "scenario", "expected"), [one for one in UNREACHED_BY_SAMPLES if STRIDE == 1 or one[1] is WIDE]
 )
 def test_a_fault_that_no_sample_reaches_is_named(
     name: str, config: StressTestConfig, scenario: str, expected: str, int8: Path, reference: ReferenceEngine, briefly: Limit
@@ -318,13 +317,13 @@ IN_LATER_SCENARIOS = [
 
 @pytest.mark.every
 @pytest.mark.parametrize(("plant", "scenario", "expected"), IN_LATER_SCENARIOS, ids=[one[2] for one in IN_LATER_SCENARIOS])
-def test_a_fault_of_a_serving_day_is_named(
+def test_a_fault_in_a_later_scenario_is_named(
     plant: Any, scenario: str, expected: str, int8: Path, reference: ReferenceEngine, briefly: Limit
 ) -> None:
     briefly(scenario)
     engine = load_engine(int8, threads=1)
     plant(engine)
-    failures = run_stress_test(engine, reference, DAY, 4, 150, no_progress).failures
+    failures = run_stress_test(engine, reference, LATER, 4, 150, no_progress).failures
     assert any(failure.startswith(expected) for failure in failures), failures
 
 
@@ -336,6 +335,19 @@ def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: Re
     assert drawn[0].seed != drawn[1].seed
     assert [result.share for result in drawn] == [1.0, MIN_SHARE]
     assert run_stress_test(engine, reference, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
+
+
+def test_the_shortest_test_passes_a_sound_engine_and_fails_a_full_pool_that_loses_a_page(
+    int8: Path, reference: ReferenceEngine, limit: Limit
+) -> None:
+    limit("walk", "batch", "answers", "full_pool")
+    engine = load_engine(int8, threads=1)
+    result = run_stress_test(engine, reference, LATER, 4, 150, no_progress, asked=1)
+    assert (result.share, result.failures, result.preempted > 0) == (MIN_SHARE, [], True)
+    limit("full_pool")
+    full_pool_wipes_a_page(engine)
+    failures = run_stress_test(engine, reference, LATER, 4, 150, no_progress, asked=1).failures
+    assert any(failure.startswith("full pool: request") for failure in failures), failures
 
 
 def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, reference: ReferenceEngine, limit: Limit) -> None:

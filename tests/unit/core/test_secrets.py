@@ -182,6 +182,8 @@ def test_only_names_of_secrets_are_masked() -> None:
         ("password: 'hun ter2'", f"password: '{MASK}'"),
         ('password="hun\\"t, er2" next', f'password="{MASK}" next'),
         ('{\\"password\\": \\"hun, ter2\\"}', f'{{\\"password\\": \\"{MASK}\\"}}'),
+        (r"password=Tr0ub\4dor next", f"password={MASK} next"),
+        *((text, text) for text in ('{"password": null, "a": 1}', '{"api_key": 5}', '{"secret" : [1,2]}')),
         ('password="not closed', f'password="{MASK} closed'),
         *((text, text) for text in ('password=""', "password: ", "secret=, x")),
         ("Authorization: Bearer abcdefghijkl", f"Authorization: Bearer {MASK}"),

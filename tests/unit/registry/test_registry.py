@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from helpers.refusals import refused
-from helpers.registry.candidates import MemoryRegistry, evidence_digest
+from helpers.registry.candidates import MemoryRegistry, engines_of, evidence_digest
 
 from pipeline.cli.tables import reasons_against
 from pipeline.registry.promotion import Finding, PromotionMove, choose_champion
+from pipeline.registry.tracking import LostFiles, Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
@@ -97,6 +98,25 @@ def test_a_champion_without_valid_evidence_does_not_stay(registry: MemoryRegistr
     move = promote(registry, registry.judge("int8", 500), replay=lambda one: [DIFFERS] if one.name == "fp8k_int4v" else [])
     assert move.champion == "int8"
     assert "PASS, but it cannot stay the champion: weights: differs" in reasons_against(move.candidates, move)["fp8k_int4v"]
+
+
+def test_a_better_champion_that_cannot_be_verified_here_blocks_a_promotion(registry: MemoryRegistry) -> None:
+    promote(registry, registry.judge("fp8k_int4v", 1000))
+    int8 = registry.judge("int8", 500)
+    with pytest.raises(MissingRequirement, match=r"the champion, fp8k_int4v, cannot compete: .*promote\.name=NAME"):
+        promote(registry, int8, replay=lambda candidate: [MISSING] if candidate.name == "fp8k_int4v" else [])
+    assert registry.aliases == {"champion": "1"}
+
+
+def test_a_champion_whose_files_are_gone_does_not_compete(registry: MemoryRegistry) -> None:
+    promote(registry, registry.judge("fp8k_int4v", 1000))
+
+    def fetch(version: Version) -> None:
+        raise LostFiles(f"no files of {version}")
+
+    engines = engines_of(registry, [registry.judge("int8", 500)])
+    engines.fetch = fetch
+    assert engines.promote([registry.candidates["2"]], "tiny").champion == "int8"
 
 
 def test_a_candidate_that_is_lost_does_not_hinder_another(fp8: Candidate, registry: MemoryRegistry) -> None:
