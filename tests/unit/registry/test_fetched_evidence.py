@@ -109,7 +109,8 @@ def test_a_rollback_needs_the_questions_that_were_asked(fleet: Fleet, tmp_path: 
     other.write_text(OWN.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     for questions in ([], ["workloads=jsonl", f"workloads.jsonl={other}"]):
         with pytest.raises(
-            MissingRequirement, match=r"again: samples, made again: missing, your file is not at .*own_samples.jsonl: copy"
+            MissingRequirement,
+            match=r"again: samples, made again: missing, your file is missing; give promote or rollback workloads=jsonl ",
         ):
             fleet.command("stage=rollback", *questions)
     fleet.command("stage=rollback", "workloads=jsonl", f"workloads.jsonl={OWN}")
