@@ -253,6 +253,17 @@ def test_the_stage_decides_by_its_own_gates_and_use(
     assert reason(refused(tmp_path, *overrides, *changes), "int8").startswith(expected)
 
 
+def test_own_questions_of_a_shipped_workloads_name_are_added_to_the_users_file(overrides: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"workload": "copy", "prompt": "Repeat: one", "reference": "one"}))
+    system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["fp8"].bytes_per_token(SHAPE) / 1024})
+    measured = {"coverage": EXERCISED, "system": system}
+    asked = ["workloads=jsonl", f"workloads.jsonl={file}"]
+    judged_engine(tmp_path / "work" / "artifacts", asked, measured=measured, kv="fp8")
+    advice = reason(refused(tmp_path, *overrides, "gates.min_samples=300"), "fp8")
+    assert "judge it again with workloads=jsonl workloads.jsonl=FILE gates.attempt=2, after adding questions" in advice
+
+
 def test_only_policies_that_the_backend_serves_are_suggested(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
