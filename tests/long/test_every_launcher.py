@@ -139,7 +139,7 @@ def test_a_killed_worker_is_reported_and_a_second_run_completes_the_sweep(launch
     ("launcher", "number"), list(zip(MULTIPROCESS, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), strict=False))
 )
 def test_an_interrupt_ends_all_workers_and_the_command_with_130(launcher: str, number: signal.Signals, tmp_path: Path) -> None:
-    with start_sweep(tmp_path, "5,15,15", "tracking=none", *LAUNCHERS[launcher]) as process:
+    with start_sweep(tmp_path, "5,15,16", "tracking=none", *LAUNCHERS[launcher]) as process:
         wait_for(tmp_path, "waits-*", 2)  # two jobs at once
         process.send_signal(number)
         swept = wait_for_end(tmp_path, process, 100)

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 INPUTS, ACTIONS = "pipeline.chain.inputs", "pipeline.chain.actions"
 
-PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, WAITS = 0, 1, 2, 3, 4, 6, 9, 15
+PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, *WAITS = 0, 1, 2, 3, 4, 6, 9, 15, 16
 """Seeds. From DEFECT to MISSING, the seed equals the exit code of a command that runs only this job."""
 WAIT_S = 120.0
-"""Duration in seconds of a job with the seed WAITS. No test waits for its end."""
+"""Duration in seconds of a job with a seed of WAITS. No test waits for its end."""
 
 
 def evaluate(run: Any) -> None:
@@ -38,7 +38,7 @@ def evaluate(run: Any) -> None:
         raise MissingRequirement("seed=4: is missing here")
     if seed == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
-    if seed == WAITS:
+    if seed in WAITS:
         (work / f"waits-{os.getpid()}").touch()
         time.sleep(WAIT_S)
     time.sleep(0.3 * (seed == PASSES))  # If jobs run in parallel, the first ends after the second.
