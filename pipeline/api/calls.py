@@ -19,10 +19,10 @@ R = TypeVar("R")
 
 
 def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that errors that the caller can act on are raised without their traceback and causes.
+    """Wrap a function so that every error that the caller can act on is raised as a `Refusal`.
 
-    Errors of the machine or the tracking store are converted to such exceptions, as on the command line. Defects are raised
-    unchanged.
+    A Refusal is raised without its traceback and causes. An error of the machine or the tracking store becomes the kind
+    of Refusal whose exit code the command line would return; its cause is the original error. Defects are raised unchanged.
     """
 
     @wraps(function)

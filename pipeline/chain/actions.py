@@ -100,7 +100,7 @@ def promote(run: Run) -> None:
 
 
 def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
-    """Return the candidates of the configured model in a summary. Raises UserError if there are none, or none of the name."""
+    """Return the configured model's candidates in a summary. Raises UserError if none match, or promote.name is unknown."""
     model, name = config.model.label, config.promote.name
     candidates = [candidate for candidate in last.candidates if candidate.model == model]
     if not candidates:
@@ -116,8 +116,8 @@ def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
     """Promote the best candidate of a summary. Raises as `candidates_of` and `Engines.promote` do.
 
-    `unfinished` is the page's message about missing jobs. The caller passes it, because a job that promotes its own candidate
-    is still running, so that the summary would report this job as unfinished.
+    `unfinished` is the message about missing jobs that report.html shows. It is not read from the summary here: a job that
+    promotes its own candidate is still running, and the summary would report this job as missing.
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     judged = candidates_of(config, last)
@@ -144,7 +144,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 def rollback(run: Run) -> None:
     """Bring the previous champion back."""
-    # A rollback needs none of the original command's keys.
+    # The recorded verdict counts (decides=False), so the gates that the promotion was given need not be repeated.
     with run.engines(decides=False) as engines, show_progress("replaying the evidence"):
         move = engines.rollback()
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
@@ -198,7 +198,7 @@ def verify(run: Run) -> None:
 
 
 def audit(run: Run) -> None:
-    """Print a line for each problem with a checkpoint's scales that an engine would load. Nothing is judged or written.
+    """Print a line for each problem with the scales that an engine would load from a checkpoint. Nothing is judged or written.
 
     Raises:
         GateRefusal: if the engine would not or could not use a scale as carried.

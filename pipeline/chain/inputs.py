@@ -85,7 +85,7 @@ def _check_tracking(config: Config) -> None:
 
 
 def _check_registered(config: Config) -> None:
-    """Refuse to move aliases if nothing was registered: opening the store would create it."""
+    """Refuse to work on registered engines if nothing was registered. Opening the store would create an empty store instead."""
     store = locate(config.tracking, config.work, config.model.label).file
     if store is not None and not store.exists():
         raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")

@@ -42,7 +42,7 @@ RAY_HERE = {
 }
 """Environment variables of a Ray instance that the command starts."""
 RAY_STORE_BYTES = 75 << 20
-"""Bytes of Ray's object store, which holds the results of tasks: Ray's minimum, since jobs return nothing."""
+"""Bytes of Ray's object store, which holds the results of tasks. Ray's minimum suffices: a job returns only a `JobEnd`."""
 RAY_OVERRIDES = (
     "++hydra.launcher.ray.remote.max_retries=0",  # otherwise a job that ran out of memory is retried forever
     "++hydra.launcher.ray.remote.max_calls=1",  # one process per job, which frees all its memory
@@ -139,7 +139,10 @@ def start_ray(launcher: Any) -> None:
 
 @contextmanager
 def launcher_errors(name: str) -> Iterator[None]:
-    """Turn an exception of a launcher into a refusal: a wrong key or a dead process."""
+    """Turn an exception of a launcher into a refusal: LauncherRefusal for a wrong key, MissingRequirement for other failures.
+
+    KVGATE_ERRORS, which are not the launcher's, are raised unchanged.
+    """
     try:
         yield
     except KVGATE_ERRORS:

@@ -142,7 +142,10 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
-    """Return name -> digest of the inputs that evidence about this model must cite, and notes. No weights: no digests."""
+    """Return the digests of the inputs that evidence about this model must cite, by name of the input, and notes for the user.
+
+    Without the model's weights there are no digests, and a note says so.
+    """
     path = locate_checkpoint(config.model.path)
     if path.is_file():
         return {"gguf": file_digest(path)}, []

@@ -1,4 +1,7 @@
-"""The command that makes the missing evidence for a use: at most three policies, with every key that the use needs."""
+"""Suggests the command that makes the missing evidence for a use.
+
+The command judges at most three policies, and sets every key that the use needs.
+"""
 
 from collections.abc import Sequence
 
@@ -31,10 +34,11 @@ GPU_NOTE = "a CPU takes hours for this use: judge it with vLLM on a GPU, then re
 def evidence_lines(
     config: Config, arguments: Sequence[str], recommendation: Recommendation, capacity: Capacity, model: ModelShape
 ) -> list[str]:
-    """Return lines with the policies to judge first, and the command that judges them; empty if there are none.
+    """Return lines with the policies to judge first, and the command that judges these policies.
 
-    `arguments` are the user's. A policy that the user chose with `kv=` is suggested alone, unless it already has evidence or
-    admits too few requests.
+    If no policy is left to judge, return at most a line about a policy of the user that the backend does not serve. `arguments`
+    are the user's arguments, which the command repeats. A policy that the user chose with `kv=` is suggested alone, unless it
+    already has evidence or admits too few requests.
     """
     given = [part for part in arguments if _group(part) == "kv"]
     own = next((entry.name for entry in capacity.policies if given and entry.policy == config.kv), None)

@@ -1,4 +1,8 @@
-"""The steps from an engine to its verdict: the rounds of answers of engine and baseline, the report, and the identity."""
+"""The steps from an engine to its verdict.
+
+The baseline and the engine answer the samples in rounds until the gates can decide. The report joins the measurements of both
+engines, and the identity binds the judged engine to its evidence.
+"""
 
 import hashlib
 import platform

@@ -1,8 +1,8 @@
 """The next step that a command suggests at its end.
 
-Its command is complete and ready to paste. For stages that work on checkpoints, it repeats the user's arguments with some
-changes. For stages that work on earlier results, it has all settings that differ from the defaults: repeating an `experiment=`
-would start another sweep.
+The suggested command is complete and ready to paste. For stages that work on checkpoints, the command repeats the user's
+arguments with some changes. For stages that work on earlier results, repeating an `experiment=` would start another sweep.
+There the command instead names the settings that the stage needs and that differ from the defaults.
 """
 
 import math
@@ -219,7 +219,11 @@ def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep:
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
-    """Return the next step: ask enough questions, judge a finer policy, or a note why more questions would not decide."""
+    """Return the next step for undecided candidates.
+
+    The step asks enough questions to decide, or judges a finer policy if no further attempt can decide. If more questions would
+    not decide, the step only explains why.
+    """
     needed: dict[str, int] = {}
     for name, count in (item for candidate in undecided for item in candidate.samples_needed.items()):
         needed[name] = max(count, needed.get(name, 0))
@@ -227,8 +231,8 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     headings = dict.fromkeys(check.gate.heading[0].lower() + check.gate.heading[1:] for check in open_checks)
     state = f"{', '.join(candidate.name for candidate in undecided)}: undecided: {', '.join(headings)}"
     following = config.gates.next_attempt
-    # The next attempt has a smaller alpha, and the needed questions grow with its logarithm. If none
-    # is known, ask twice as many.
+    # The next attempt has a smaller alpha, and the number of needed questions grows with the logarithm of alpha. If this number
+    # is unknown, ask twice the present questions.
     alpha = config.gates.pass_alpha if following is None else following.pass_alpha
     factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
     questions = config.workloads.more_questions(needed, factor)

@@ -115,9 +115,10 @@ def _repeated(say: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def show_progress(title: str) -> "Iterator[Progress]":
-    """Show the progress of the block on stderr: a bar on a terminal, else lines at regular intervals, even without progress.
+    """Show the progress of the block on stderr: a bar on a terminal, else lines at regular intervals.
 
-    A short block shows nothing. Messages are printed at once. For nested calls, only the outer block shows progress.
+    The lines continue while the block reports no progress. Without a terminal, a block that ends within FIRST_SECONDS shows
+    nothing. Messages are printed at once. For nested calls, only the outer block shows progress.
 
     Yields:
         A function (label, done units, total units) for the block to call. A total of 0 marks a message.

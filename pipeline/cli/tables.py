@@ -97,9 +97,10 @@ def print_registry(location: Location) -> None:
 
 
 def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
-    """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
+    """Print a verdict in a few lines: the decision, recovery, memory and the main reason.
 
-    An INCONCLUSIVE quick check is printed as QUICK CHECK. The report has all other reasons, conformance and warnings.
+    A PASS is printed with the range that it covers, any other verdict with its first reason. An INCONCLUSIVE quick check is
+    printed as QUICK CHECK. The report has all other reasons, conformance and warnings.
     """
     undecided_check = quick_check and candidate.verdict == "INCONCLUSIVE"
     passed = candidate.verdict == "PASS"
@@ -161,7 +162,7 @@ def _reason(candidate: Candidate, champion: Candidate | None) -> str:
 
 KIB, MIB = 1024, 1024**2
 MIN_SECONDS = 30
-"""Seconds of a verdict that are worth a line."""
+"""Minimum estimated duration of a verdict, in seconds, for which `verdict_lines` returns lines."""
 
 
 def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int) -> list[str]:
@@ -198,7 +199,10 @@ def budget_lines(capacity: Capacity) -> list[str]:
 
 
 def policy_line(capacity: Capacity, name: str) -> list[str]:
-    """Return a line with the memory per request under a policy, its saving and the requests that fit; empty if unlisted."""
+    """Return a line about the policy `name`: the memory of a request, the saving, and the number of requests that fit.
+
+    The list is empty if `capacity` has no policy `name`, or no FP16 to compare with.
+    """
     entries = {entry.name: entry for entry in capacity.policies}
     chosen, base = entries.get(name), entries.get("fp16")
     if chosen is None or base is None:

@@ -1,8 +1,9 @@
 """Upkeep of a work directory. `stage=status` shows champions, judged candidates and artifacts; `stage=prune` removes artifacts.
 
 An artifact is removed or kept as a whole, because verification needs all of its files. Nothing is removed while another process
-uses the store (`pipeline.store.store.used` and `alone`). A removal first moves an artifact to the unfinished work, which the
-next command that makes artifacts removes. So a killed removal leaves only whole artifacts.
+uses the store (`pipeline.store.store.used` and `alone`). An artifact is first renamed into the folder of unfinished work, and
+then deleted. If the process is killed meanwhile, the next command that makes artifacts deletes the rest. So every artifact in
+the store is whole.
 """
 
 import os
@@ -124,7 +125,11 @@ def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
 
 
 FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
-"""Kinds that are removed first. The baseline's log-probabilities are the largest, and no identity outlives its engines."""
+"""Kinds that are removed first, in this order. Other kinds follow.
+
+Measurements come first, because the baseline's log-probabilities take the most space. Identities come before the engines, so
+that an interrupted removal leaves no identity without its engines.
+"""
 
 
 @dataclass(frozen=True)

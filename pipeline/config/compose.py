@@ -118,9 +118,10 @@ class Plan:
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, changes, strict=True))
 
     def refusal(self, judged: Sequence[tuple[str, Status, Sequence[Check]]]) -> str | None:
-        """Return why the command must not exit with 0, given (name, verdict, checks) per job; None if a verdict is accepted.
+        """Return why the command must not exit with 0; None if any verdict is accepted, or if there are no verdicts.
 
-        Also None without verdicts. A quick check never passes, so INCONCLUSIVE is accepted.
+        `judged` has the name, the verdict and the checks of every judged job. PASS is accepted. If all jobs are quick checks,
+        which never pass, INCONCLUSIVE is accepted too.
         """
         accepted = {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_quick_check for job in self.jobs) else {"PASS"}
         if not judged or not accepted.isdisjoint(verdict for _, verdict, _ in judged):
@@ -280,7 +281,8 @@ def _swept(hydra: DictConfig) -> dict[str, Any]:
 def _configs(jobs: Iterable[list[str]], swept: dict[str, Any]) -> tuple[list[Config], tuple[list[str], ...]]:
     """Compose and validate all jobs' configurations, and return them with the overrides after resolving `auto`.
 
-    `swept` is the sweep that all jobs share. A job whose experiment has another sweep is refused: it would be ignored.
+    `swept` is the sweep that all jobs share. A job whose experiment has another sweep is refused, because that sweep would be
+    ignored.
     """
     configs, suited, problems = [], [], list[str]()
     for overrides in jobs:

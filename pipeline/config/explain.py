@@ -35,7 +35,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             location = location[:1] + location[2:]
         *_, key = places = list(accumulate(map(str, location), "{}.{}".format)) or [""]
         texts = [text for text in map(raw.get, places) if isinstance(text, str)]
-        # Such as `${seed}` or `${oc.env:HOME}`, also of the section.
+        # The value of the key, or of a section around it, may be an interpolation such as `${seed}` or `${oc.env:HOME}`.
         interpolated = next((text for text in texts if "${" in text), None)
         source = re.fullmatch(r"\$\{([\w.]+)\}", interpolated or "")
         if source and any(f"{wrong}.".startswith(f"{source[1]}.") for wrong in wrong_keys):
@@ -103,7 +103,7 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
 
 
 def _places(name: str, values: dict[str, Any], parent: str = "") -> list[str]:
-    """Return the keys below the sections of `values` that end in `name`."""
+    """Return the complete names of all keys in the sections of `values` whose last part is `name`."""
     places = []
     for key, value in values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Checkpoints and files that a command names and that do not exist, so that all of them are reported at once."""
+"""Finds the checkpoints and files that a command names but that do not exist, so that one error reports all missing paths."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,7 +10,7 @@ from stages.core.errors import MissingRequirement, UserError, short
 
 MODEL = "model.path"
 FILES = ("workloads.jsonl", "workloads.documents", "calibration.jsonl")
-"""Keys of files that stages with a checkpoint read."""
+"""Keys that name files. The stages that make artifacts read these files."""
 
 
 def missing_files(facts: StageFacts, values: Mapping[str, object]) -> list[str]:

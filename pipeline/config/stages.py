@@ -21,7 +21,7 @@ class StageFacts:
     work: Literal["used", "read", "ignored"] = "used"
     """Use of the work directory. If "used", summary.json records the exit code, and stage=prune removes nothing meanwhile."""
     reads: tuple[str, ...] = ()
-    """Keys that other stages refuse."""
+    """Keys that only some stages read, this stage among them. The other stages refuse a value for such a key."""
     needs_input: bool = False
     """Whether exactly one of the keys in `reads` must have a value."""
     following: tuple[str, str] | None = None

@@ -4,11 +4,11 @@
 
 A version or a candidate needs the artifacts of the identity that it cites. The identity names every artifact of its chain:
 
-| needed by | artifacts of the chain that stay |
+| needed by | artifacts that stay |
 |---|---|
-| champion, previous, routes | inputs of a promotion, a replay and a rollback: both engines, report, identity |
-| candidates of the last sweeps | their whole chain: a next evaluation may reuse builds and measurements |
-| unfinished sweeps among the last | every artifact made since the first of these began, because no identity names it yet |
+| champion, previous, routes | both engines, the report and the identity, which a replay, a promotion and a rollback read |
+| candidates of the last sweeps | the whole chain, because the next evaluation may reuse builds and measurements |
+| unfinished sweeps among the last sweeps | every artifact made since the first unfinished one began: no identity names it yet |
 
 Single evaluations are counted separately from sweeps, with the same limit.
 Unfinished work of an interrupted evaluation or search stays for thirty days, the limit of the store.
@@ -147,7 +147,10 @@ def take_inventory(config: Config) -> Inventory:
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
-    """Return the last `number` sweeps and the last `number` single evaluations. Those without a candidate do not count."""
+    """Return the first `number` sweeps and the first `number` single evaluations of `sweeps`, which starts with the latest.
+
+    Sweeps without a candidate are returned too, but do not count towards `number`.
+    """
     counts = Counter[bool]()
     chosen = []
     for sweep in sweeps:
@@ -158,10 +161,10 @@ def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
 
 
 def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
-    """Return the needed pieces: place of a piece -> its first user.
+    """Return the pieces that must stay: place of a piece -> the first user that needs this piece.
 
-    A serving engine is kept even if its identity was altered, removed or made in another work directory.
-    `keep_sweeps` is the `number` of `last_sweeps`.
+    A serving engine is also found by its digest, so it stays even if its identity was altered, removed or made in another work
+    directory. `keep_sweeps`: how many of the last sweeps, and of the last single evaluations, keep their artifacts.
     """
     users = dict[str, str]()
 

@@ -1,8 +1,10 @@
 """The replay of evidence. It checks that an engine is the judged engine, and that its evidence still gives the same verdict.
 
 The replay works offline, from an identity and the files that it names, and writes nothing. It checks:
+- the signature, if `signing.trusted` names public keys;
 - the digest of every file;
-- the chain of artifacts: each key is the digest of its parts, each input is the digest of another artifact;
+- the chain of artifacts: each key is the digest of its parts, and each input is the digest of another artifact of the chain, or
+  of a file or folder in that artifact (the user's own files are not checked);
 - the digests that the report cites;
 - the samples, which are generated again and encoded with the engine's own tokenizer;
 - the verdict: the gates decide again on the recorded rows.
@@ -79,9 +81,10 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
 def registered_engine(
     directories: Mapping[str, Path], signing: SigningConfig, gates: Thresholds | None, version: Version
 ) -> RegisteredEngine:
-    """Return a registered engine, read from the artifacts in a store; only its display name comes from the registry.
+    """Return a registered engine, read from the artifacts in a store.
 
-    `directories` are the store's identities. The verdict is decided again by `gates`; None keeps the recorded verdict.
+    Only the display name, the run and the version come from the registry. `directories` maps the sha256 of every identity.json
+    in the store to the directory of the evidence. The verdict is decided again by `gates`; None keeps the recorded verdict.
 
     Raises:
         GateRefusal: the evidence is missing or unreadable, or another version of the gates' rules decided it.

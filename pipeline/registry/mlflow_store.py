@@ -1,9 +1,9 @@
-"""The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
+"""Reads and writes the tracking store. Importing this module imports MLflow, which takes 2 s: import it inside functions.
 
 A candidate is a top-level run, because nested runs collapse in MLflow's charts. The run's name ends with the verdict, because
-MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run. An open run holds a lock, whose name
-is a tag of the run. The system releases the lock when the process dies, so a run that is RUNNING without its lock belongs to a
-dead process. The next command that opens the store closes it.
+MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run. The process of an open run holds a
+lock, whose name is a tag of the run. The system releases the lock when the process dies. A run that is RUNNING while its
+lock is free therefore belongs to a dead process, and the next command that opens the store closes this run.
 
 An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
 evidence, so judging the same engine again, in any sweep, does not create a second version.
@@ -172,7 +172,8 @@ class MlflowStore(RegistryReader):
                 description = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=description)
         self._locks = location.runs / self.experiment_id
-        with locked(self.lock, "closing runs"):  # of dead processes; other work directories' runs are unknown
+        # Close the runs of dead processes. Unless the store is a SQLite file, only this work directory's runs have locks here.
+        with locked(self.lock, "closing runs"):
             for lock in self._locks.glob("*"):
                 with locked_at_once(lock) as died:
                     if died:

@@ -1,8 +1,9 @@
-"""The snapshot of the servers' counts, and the readings of the monitors.
+"""Reads a snapshot of the servers' counts, and decides which monitors hold and which are broken.
 
-A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at MONITOR_ALPHA).
-It is **broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
-**unknown**: there are too few requests. An unknown monitor alone moves no route. The bounds assume independent requests.
+A monitor of latency or quality compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson
+at MONITOR_ALPHA). The monitor is **broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches
+the minimum. Otherwise it is **unknown**: there are too few requests. An unknown monitor alone moves no route. The bounds assume
+independent requests. The memory monitor needs no bounds: it compares the share of live tokens with its maximum.
 """
 
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
 
 
 class Reading(NamedTuple):
-    """State of one monitor. A broken memory monitor means memory pressure; it is never unknown: all tokens are counted."""
+    """State of one monitor. The memory monitor is broken under memory pressure, and never unknown: all tokens count."""
 
     kind: Literal["latency", "quality", "memory"]
     name: str

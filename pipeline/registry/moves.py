@@ -1,7 +1,8 @@
 """Moves of the aliases that servers read: `champion` with `previous`, and `route-CLASS` with `route-CLASS-previous`.
 
-A command decides on its first read of the registry. If an alias was moved meanwhile, the command moves nothing. A move writes
-its tags, then a new previous alias, then the serving alias, so that a killed command can be repeated or undone.
+A command decides by the state of the registry at its first read. If another command has moved an alias since then, the command
+moves nothing. A move writes its tags, then a new previous alias, then the serving alias, so that a killed command can be
+repeated or undone.
 
 MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
 work directory (with a server), but no other hosts.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT, ROLLED_BACK_TO = "rolled_back_by", "rolled_back_at", "rolled_back_to"
-"""Tags of a version: who promoted it, when, and over which version; who rolled it back, and when."""
+"""Tags of a version: who promoted it, when, and over which version; who rolled it back, when, and to which version."""
 TESTED_TOKENS, TESTED_BATCH = "quality/covered_tokens", "quality/covered_batch"
 """Metrics: the longest context that the evaluation tested, in tokens, and the largest batch."""
 MIN_TESTED_SHARE = 0.5
@@ -189,7 +189,7 @@ class Engines:
 
         Raises:
             GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
-            MissingRequirement: the replay needs a library that is not installed.
+            MissingRequirement: the replay needs a library, a file or questions of the user that are missing on this machine.
         """
         candidates, rolled_back = self._judge_again(judged, model, name), self._rollback_times()
         excluded = self._excluded(candidates, rolled_back) if name is None else {}
@@ -341,7 +341,7 @@ class Engines:
 
 @contextmanager
 def _competes(champion: str) -> Iterator[None]:
-    """Say that the champion cannot be compared if its evidence needs something that is missing here."""
+    """Extend the message of a MissingRequirement from the block: the champion cannot compete. LostFiles is raised unchanged."""
     try:
         yield
     except LostFiles:

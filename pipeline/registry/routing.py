@@ -1,9 +1,10 @@
-"""stage=route and stage=monitor: which engine serves each workload. `route`, `roll_back` and `monitor` yield lines to print.
+"""stage=route and stage=monitor decide which engine serves each workload. In this module a workload is called a class.
 
-Under memory pressure a class moves to the next smaller engine. Old values lose precision first and keys last: keys decide where
-attention looks, while values are averaged, which reduces their error. The candidates hold more live tokens than the present
-engine in the same memory, and were judged against the same baseline (so with the same model, weights and backend). They are
-tried in the order of `EngineChange`. An engine that changes the keys is allowed only if all quality monitors are shown to hold.
+`route`, `roll_back` and `monitor` yield lines to print. Under memory pressure, a class moves to a smaller engine. A smaller
+engine holds more live tokens in the same memory, and was judged against the same baseline (so with the same model, weights and
+backend). Smaller engines are tried in the order of `EngineChange`: old values lose precision first and keys last, because keys
+decide where attention looks, while values are averaged, which reduces their error. An engine that changes the keys is allowed
+only if all quality monitors hold.
 
 The alias `route-CLASS` of the registered model is the engine that serves a class (`pipeline.registry.moves`). If a route moves
 back from a version, the registered model's tag `left-CLASS` gets the version: no monitor chooses it for this class again until
@@ -78,7 +79,10 @@ def step(now: RegisteredEngine, to: RegisteredEngine) -> EngineChange:
 def step_down(
     engines: Engines, now: RegisteredEngine, workload: str, readings: Sequence[Reading]
 ) -> Generator[str, None, RegisteredEngine]:
-    """Return the first smaller engine that is proven for the class. Yields rejections; raises GateRefusal if there is none."""
+    """Return the first smaller engine that is proven for the class.
+
+    Yields a line for each rejected engine. Raises GateRefusal if no smaller engine is proven.
+    """
     larger = list[RegisteredEngine]()
     broken = set[str]()
     rolled_back = engines.model.left(workload)
@@ -173,7 +177,10 @@ def roll_back(engines: Engines, workload: str) -> Iterator[str]:
 
 
 def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
-    """Move routes by a snapshot of the servers: back if quality, or latency alone, is broken; down if memory is broken.
+    """Move routes by a snapshot of the servers.
+
+    A route moves back to its previous engine if a quality monitor is broken, or if only the latency monitor is broken. A route
+    moves down to a smaller engine if the memory monitor is broken and no quality monitor is.
 
     Raises:
         UserError: the snapshot is unusable, or names a class without a route or an unknown version.
@@ -201,7 +208,8 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
         if move is not None and move.back:
             broken.append(workload)
     moves = [move for move in decisions.values() if isinstance(move, Move)]
-    for back in (True, False):  # another command may forbid a move down, which must not stop a way back
+    # Moves back come first. A refused move down, because another command moved its alias, must not stop them.
+    for back in (True, False):
         make_moves(engines.registry, [move for move in moves if move.back is back])
     yield from (f"{alias_of(workload)}: {decision}" for workload, decision in decisions.items())
     if broken:

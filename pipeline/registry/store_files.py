@@ -1,4 +1,7 @@
-"""The files of a tracking store, whose database has absolute addresses: stores that were moved or copied."""
+"""Corrects or refuses a tracking store that was moved or copied.
+
+MLflow's database holds the absolute addresses of its files, which a move or a copy makes wrong.
+"""
 
 import sqlite3
 from contextlib import closing

@@ -1,8 +1,8 @@
 """`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
 
-Only evaluations have summaries. `summary.json` is a copy of the last written summary; commands that do not judge change only
-this copy, and a promotion also the summary of its sweep. A sweep adds candidates only to its own summary, so concurrent
-commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
+Only evaluations have summaries. `summary.json` is a copy of the summary that was written last. A promotion changes this copy
+and the summary of its sweep. Other commands that do not judge change only the copy. A sweep adds candidates only to its own
+summary, so concurrent commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
 """
 
 import os

@@ -113,7 +113,10 @@ class Store:
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
     def verified(self, recipe: Recipe, *, reused: bool = True) -> Artifact | None:
-        """Return the artifact of `recipe`, or None unless its manifest has this key and every file still has its digest."""
+        """Return the artifact of `recipe`; None if its manifest has another key, or if a file differs from its digest.
+
+        `reused` is the value of the artifact's field `reused`.
+        """
         target = self.path(recipe)
         manifest = read_manifest(target)
         if manifest is None or not manifest["key"] == json_digest(manifest["parts"]) == recipe.key:
@@ -193,9 +196,9 @@ def lock_of(target: Path) -> Path:
 
 
 def unfinished(root: Path, stage: str, key: str, *, resumable: bool) -> Path:
-    """Return the directory in which an artifact is made. Unless `resumable`, its name is new in every call.
+    """Return the directory in which an artifact is made. Unless `resumable`, the name is new in every call.
 
-    The child of a killed command may still write to the directory that this command used.
+    With a fixed name, the child process of a killed command might still write into the directory of the next attempt.
     """
     return root / PARTIAL / stage / (key if resumable else f".{key}-{token_hex(8)}")
 

@@ -17,9 +17,11 @@ results of a new token and query head.
 
 partial_ml is float32. partial_acc is float32 for float32 queries, else float16. Static scales are `key_scale` (1, n, 1, 1)
 with n = 1 or H, float32; dynamic scales are `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both: `value_scale`
-(1, 1, 1, 1) float32 and `value_scale_pool` (N, H, 64, g) float8. Inputs have the names and shapes of the inputs of the ONNX
-graphs' local function kv.PagedAttention, whose node decode_partial and decode_reduce replace. The inputs are in the order of
-the kernels' parameters, because TensorRT passes them in that order.
+(1, 1, 1, 1) float32 and `value_scale_pool` (N, H, 64, g) float8.
+
+In an ONNX graph, decode_partial and decode_reduce replace a call of the local function kv.PagedAttention. The inputs of
+decode_partial, except work and sequences, therefore have the names and shapes of that function's inputs. Inputs are in the
+order of the kernels' parameters, because TensorRT passes them in that order.
 
 A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes all of them to its kernel. The layout
 decides which tensors exist. Each set of tensors is therefore a separate operation, named after its tensors:

@@ -190,12 +190,13 @@ def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int
     # If the hardware does not convert fp8_e4m3, the kernel decodes it with integer instructions, which need more registers.
     lacks_fp8 = sm is not None and sm < FP8_SM
     decodes_fp8 = lacks_fp8 and "fp8_e4m3" in (layout.key.dtype, value.dtype)
-    # With exact tokens, 8-bit values of the largest head then need more than the 255 registers of one warp.
+    # With exact tokens, one warp would then need more than 255 registers per thread for 8-bit values of the largest head.
     needs_two_warps = lacks_fp8 and dim == 256 and value.dtype in ("fp8_e4m3", "int8") and layout.exact_tokens > 0
     if any(side.dtype in WIDE_DTYPES for side in (layout.key, value)):
         halvings = 2
     else:
-        # Scales of blocks take the registers that whole pages of packed codes leave.
+        # The largest tile needs the most registers. Only a small query over int4 values leaves enough for this tile, and only
+        # if no fp8_e4m3 is decoded with integer instructions. The block scales of nvfp4 need registers themselves.
         halvings = 1 if not value.packed or value.layer_scale or size > 1024 or decodes_fp8 else 0
     tile = min(64, 8192 // dim >> halvings)
     if size <= 2048 and tile >= 16 and not needs_two_warps:

@@ -95,7 +95,11 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's config.json; if the decoder is nested in text_config, the content of text_config."""
+    """Return the content of a checkpoint's config.json, or of text_config in it if the decoder is nested there.
+
+    Keys that do not affect the model are left out. A missing quantization_config is read from compression_config, which is its
+    older name, or from ModelOpt's file. Raises UserError for a model that also takes images or audio.
+    """
     config = model_keys(read_json(path, "config.json"))
     older = config.pop("compression_config", None)  # older name of quantization_config, which vLLM still reads
     if older is not None and config.get("quantization_config") is None:

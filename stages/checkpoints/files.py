@@ -92,7 +92,7 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def indexed_files(path: Path) -> tuple[str, ...]:
-    """Return the names of the safetensors files in the shard index, which may be missing.
+    """Return the names of the safetensors files in the shard index. The files themselves may be missing.
 
     Raises:
         UserError: The index cannot be read, or names something other than safetensors files in its folder.

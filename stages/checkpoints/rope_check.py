@@ -9,7 +9,7 @@ from stages.checkpoints.rope import TOP_LEVEL_KEYS, read_rope
 from stages.core.errors import short
 
 DEFAULTED = (*TOP_LEVEL_KEYS, "original_max_position_embeddings")
-"""Parameters whose defaults in the model class are accepted. If config.json states no `rope_type`, all defaults are."""
+"""Parameters for which the default of the model class is accepted. Without a `rope_type` in config.json, every default is."""
 
 
 def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping[str, Any] | None = None) -> None:

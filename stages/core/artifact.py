@@ -43,10 +43,10 @@ class Entry:
     """An artifact of the store, or the directory in which a stage builds it."""
 
     artifact: Artifact | None
-    """None until it is finished."""
+    """The finished artifact; None during the build."""
     scratch: Path
     progress: Progress = no_progress
-    """Reports the progress of building it."""
+    """Callback that reports the progress of the build."""
 
     @property
     def made(self) -> Artifact:
@@ -62,7 +62,7 @@ class Recipe:
 
     stage: str
     code: tuple[str, ...]
-    """Modules whose compiled code, with all they import from this project, is part of the key."""
+    """Modules whose code is part of the key, together with all code of this project that they can import."""
     config: Mapping[str, object]
     inputs: Mapping[str, str]
     libraries: tuple[str, ...] = ()

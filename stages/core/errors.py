@@ -17,7 +17,10 @@ class UserError(Refusal, ValueError):
 
 
 class GateRefusal(Refusal):
-    """The answer is no: a gate failed, evidence differs, or no policy meets the goal. Nothing was promoted or routed."""
+    """The negative result of a valid command: a failed gate, evidence that differs, or no policy that meets the goal.
+
+    Something may still have changed: a monitor raises this error after it has moved a route back.
+    """
 
 
 class CannotBeJudged(GateRefusal):
@@ -91,7 +94,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Return the message for the exception that ended a process: one line per problem. Only a Refusal is not redacted."""
+    """Return the message for the exception that ended a process, one line per problem. A Refusal's text is not redacted."""
     if isinstance(error, Refusal):
         return str(error)
     detail = " ".join(redact_text(str(error)).split())[:500]

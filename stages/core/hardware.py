@@ -33,8 +33,8 @@ def hardware() -> dict[str, object]:
 def gpus() -> list[dict[str, str]]:
     """Return the properties QUERY of every NVIDIA GPU; empty without a driver.
 
-    Raises MissingRequirement if an installed driver does not answer, or answers with anything else: an artifact's key must not
-    silently lack its GPU.
+    Raises MissingRequirement if nvidia-smi is installed but fails, or if its output has another form. Otherwise an artifact's
+    key could silently lack its GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

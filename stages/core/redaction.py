@@ -109,7 +109,10 @@ def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str,
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a child process that needs no secrets, without variables whose name or value is secret."""
+    """Return the environment for a child process that needs no secrets.
+
+    Variables with a secret name or value, and all variables with a prefix in CLOUDS, are left out.
+    """
     return {
         name: value
         for name, value in environ.items()
@@ -144,7 +147,7 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def redact(value: object, path: str = "") -> object:
-    """Return a copy of a JSON-like value with secrets masked by name (strings only) and by shape."""
+    """Return a copy of a JSON-like value. Strings under secret names are masked; all other strings pass `redact_text`."""
     if isinstance(value, Mapping):
         return {str(name): redact(inner, f"{path}.{name}" if path else str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):

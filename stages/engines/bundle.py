@@ -53,7 +53,7 @@ class BuiltFor(StrictModel):
     """The library and GPUs that an engine was built for, or that a machine has."""
 
     library: str
-    """The library's title: TensorRT, TensorRT for RTX or TensorRT-LLM."""
+    """The library's title, for example TensorRT or vLLM."""
     version: str
     """The library's version. A plan can only be read by the version that wrote it."""
     compute_capabilities: list[str]

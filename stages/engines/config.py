@@ -22,7 +22,7 @@ class BackendConfig(StrictModel):
 
     name: str
     in_process: ClassVar[bool] = False
-    """Whether engines run in this process on any CPU, open in seconds, and keep their cache in host memory."""
+    """Whether engines run in this process, so that their cache must fit into this machine's memory."""
     least_preferred: ClassVar[bool] = False
     """Whether an equally good engine of another backend is preferred (true for the reference engine)."""
     shares_pages: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class BackendConfig(StrictModel):
 
 
 class InProcessConfig(BackendConfig):
-    """Configuration of a backend whose engines compute on this machine's CPU, in this process."""
+    """Configuration of a backend whose engines run in this process: on a CPU or, with backend=torch, also on a GPU."""
 
     in_process = True
     finer = ("int4_g32", "fp8k_int4v", "fp8", "int8")

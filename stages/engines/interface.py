@@ -322,7 +322,7 @@ class SupportsDelivery(Protocol):
 
 @runtime_checkable
 class SupportsTiming(Protocol):
-    """An engine that serves whole requests, whose steps cannot be timed from outside."""
+    """An engine whose decode steps cannot be timed from outside, because it serves whole requests."""
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
         """Time `steps` decode steps after the first token of every prompt."""

@@ -133,7 +133,8 @@ class _Scores:
     """The scores of a sample that is being decoded."""
 
     baseline: SampleLogProbs | None
-    """The baseline's log-probabilities; None for the baseline, which is compared with its own."""
+    """Log-probabilities to compare with: the baseline's, or in a repetition the engine's own earlier ones. None for the
+    baseline's first run, which is compared with itself."""
     recorded: list[LogProbs] | None
     """The engine's own log-probabilities, if they are recorded."""
     tokens: list[tuple[float, ...]] = field(default_factory=list)
@@ -225,7 +226,10 @@ def _comparison(
 def _conformance(
     engine: Engine, comparison: ForcedDecodeComparison | None, config: WorkloadsConfig, progress: Progress
 ) -> EngineConformance | None:
-    """Return the result of the comparison. If there was none: None, or for a quick check an empty result, which cannot pass."""
+    """Return the result of the comparison.
+
+    If the engine was not compared, return None. In a quick check, return a result without requests instead, which cannot pass.
+    """
     if comparison is None:
         return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_quick_check else None
     comparison.decode_missing()  # requests whose results an interrupted call had saved

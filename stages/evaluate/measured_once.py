@@ -155,7 +155,11 @@ def _stress_test(
 
 
 def other_batch_size(batch: int, samples: int) -> int:
-    """Return another batch size than the first run's: a quarter of it, or 1 or 2 if the first run had few sequences."""
+    """Return a batch size that differs from the first run's.
+
+    It is 2 if the first run's batch size was 1. Otherwise it is a quarter of the sequences that the first run decoded together,
+    but at least 2, or 1 if there were fewer than three.
+    """
     if batch == 1:
         return 2
     together = min(batch, samples)

@@ -2,9 +2,9 @@
 
 A sequence holds whole pages, second copies of the pages in the policy's window, and a buffer of exact tokens. The whole pages
 of a prefix that all sequences share are stored once, as `fork` shares pages. A policy may evict tokens, and a model's layers
-may attend to sliding windows. A backend frees pages layer by layer, or for all layers together (`BackendConfig.shares_pages`),
-as kvgate's own pool (`stages.engines.paged`). If pages are freed for all layers together, a
-page stays while any layer needs it.
+may attend to sliding windows. Some backends free pages layer by layer. Others, such as kvgate's own pool
+(`stages.engines.paged`), free a page for all layers together (`BackendConfig.shares_pages`). Such a page stays while any layer
+needs it.
 """
 
 from collections.abc import Sequence

@@ -67,7 +67,8 @@ class Choice(StrictModel):
     requests: int
     """Requests that the memory admits."""
     serve_at_most: int
-    """Maximum number of requests to serve at once: the number that was exercised together."""
+    """Maximum number of requests to serve at once. It is the smaller of `requests` and of the largest batch that the evidence
+    covers."""
     covered: str
     backend: str
     evidence: str

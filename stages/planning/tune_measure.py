@@ -1,8 +1,10 @@
-"""Measures policies' mean KL from the FP16 cache with the reference engine's one-pass decode. An interrupted run can resume.
+"""Measures the mean KL of policies from the FP16 cache. An interrupted run can resume.
 
-The texts are an evaluation's workloads in another split, in two parts that share no document. For questions only the answers
-are scored, as in an evaluation, so that a mean KL has the same meaning here and in the gates. For prose and the user's own
-texts, all tokens except the first ones are scored.
+The reference engine decodes each text in one pass. The texts come from another split of an evaluation's workloads, or from the
+user's file. They are divided into two parts that share no document.
+
+For questions only the answers are scored, as in an evaluation, so that a mean KL has the same meaning here and in the gates.
+For prose and the user's own texts, all tokens except the first ones are scored.
 """
 
 import json
@@ -113,7 +115,8 @@ class Bench:
     def kl(self, policy: KVPolicy, name: str, above: int = 0) -> Array:
         """Return the mean KL of the scored tokens per text of a set, (texts,); NaN if a logit is not finite.
 
-        `above`: if the policy keeps all layers below this index at 16 bits, their outputs are computed once and reused.
+        `above`: number of first layers that the policy keeps at 16 bits. The inputs of the next layer are computed once and
+        reused. The default, 0, is right for every policy.
         """
         key = json_digest([policy.model_dump(exclude={"name"}), name])
         if key not in self._known:

@@ -31,7 +31,8 @@ NUMPY_FLOATS: dict[str, type[np.floating[Any]]] = {"float32": np.float32, "float
 def cache_arithmetic(activations: str) -> str:
     """Return the type for writing and reading the cache of a decoder with activations of the given type.
 
-    This is the activations' type, except float32 for bfloat16, whose 8 bits of precision would round x / scale before the code.
+    This is the type of the activations, or float32 if they are bfloat16. With its 8 bits of precision, bfloat16 would round
+    x / scale before x / scale is rounded to a code.
     """
     return "float32" if activations == "bfloat16" else activations
 

@@ -1,6 +1,6 @@
 """Cache formats: the code type, the granularity and source of scales, and the stored bytes.
 
-The other modules of stages/policies implement the arithmetic.
+The modules arithmetic_torch.py and arithmetic_onnx.py, here and in the folders of single formats, implement the arithmetic.
 
 Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
 """

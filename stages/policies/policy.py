@@ -258,7 +258,7 @@ class KVPolicy(StrictModel):
         return 0 if self.eviction is None else page_count(self.eviction.sink_tokens)
 
     def latest_tokens(self, shape: KVShape) -> int | None:
-        """Return how many of the latest tokens keep their pages, apart from the sinks; None if no page leaves with age.
+        """Return how many of the latest tokens keep their pages, apart from the sinks; None if age alone never frees a page.
 
         Without eviction the cache keeps the tokens that any layer of the model may still attend to. All layers share their
         pages, so one layer with full attention keeps all tokens. Exact tokens also keep all tokens, because their slots are
@@ -303,7 +303,11 @@ class KVPolicy(StrictModel):
         return tokens
 
     def check_shape(self, shape: KVShape) -> None:
-        """Raise UserError if a format does not fit the model's heads, an override its layers, or an eviction its windows."""
+        """Raise UserError if the policy does not fit the model.
+
+        A format may not support the model's head_dim, or an override may name a layer that the model lacks. A policy with an
+        `eviction` does not fit a model with sliding windows.
+        """
         if self.eviction is not None and shape.windows:
             sliding = sum(window is not None for window in shape.windows)
             raise UserError(

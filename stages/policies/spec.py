@@ -39,7 +39,7 @@ MIN_SCALE = 2.0**-14
 rounding error of the scale below half a step."""
 
 MAX_FLOAT16 = 65504.0
-"""Largest float16. Engines refuse larger keys and values like NaN, and saturate larger scales and zero points."""
+"""Largest float16. Engines refuse larger keys and values, as they refuse NaN. Larger scales and zero points are saturated."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Spec:
     zero_storage: Element | None = FLOAT16
     """Type of stored zero points of asymmetric codes; None if bits of the scale hold the zero point."""
     block: int | None = None
-    """Channels per block, whose stored scale is in units of the layer's static scale; None for formats without blocks."""
+    """Channels per block of a format with two scales: each block's stored scale is in units of the layer's static scale. None
+    for other formats, including llama.cpp's, whose blocks are described by `dynamic_group`."""
     block_limit: float = 1.0
     """Scale of the block with the largest magnitude in the calibration texts, in units of the layer's scale."""
 

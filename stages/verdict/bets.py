@@ -200,9 +200,10 @@ def _documents_to_reach(steps: Array, target: float) -> float:
 
 
 def _crossing(mean: float, direction: float, rejected: Callable[[float], bool]) -> float:
-    """Return the rejected limit nearest to the finite mean, above (`direction` 1) or below it (-1), by bisection.
+    """Return the rejected limit that is nearest to `mean`, above it for `direction` 1 and below it for -1, by bisection.
 
-    All limits beyond it are rejected too. The result is infinite if no limit is rejected.
+    `mean` must be finite, and if a limit is rejected, all limits farther from `mean` must be rejected too. The result is
+    infinite if no limit is rejected.
     """
     step = max(abs(mean), 1e-6)
     while not rejected(mean + direction * step):

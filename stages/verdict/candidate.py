@@ -51,7 +51,8 @@ class Candidate(StrictModel):
     warnings: tuple[str, ...] = ()
     """Reasons of the checks with a WARNING, which do not affect the verdict."""
     samples_needed: Mapping[str, int] = {}
-    """Inconclusive workload, or "all" -> samples that would decide if the rates stay the same."""
+    """Workload, or "all" -> samples that would decide the next attempt if the rates stay the same. Workloads that passed are
+    included if the next attempt needs more of their samples."""
     metrics: Mapping[str, float]
     """Finite metrics by name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
     engine: Cited
@@ -132,7 +133,7 @@ class Candidate(StrictModel):
 
 
 def is_blind(checks: Sequence[Check]) -> bool:
-    """Return whether no gate failed the must-fail control. Such a verdict does not depend on the policy."""
+    """Return whether no gate noticed the must-fail control's corrupted scales. Such a verdict does not depend on the cache."""
     return any(check.gate == Gate.MUST_FAIL_CONTROL and check.status == "FAIL" for check in checks)
 
 

@@ -17,7 +17,7 @@ from stages.workloads.config import long_cost
 
 @dataclass(config=ConfigDict(extra="forbid"))
 class Exercised:
-    """Extremes of the sequences on the decode path, updated at every step."""
+    """Maximum lengths and batches on the decode path of some samples, and counts of forks and shared prefixes."""
 
     longest_context: int = 0
     """Maximum tokens of a sequence at a decode step, including the step's own token."""
@@ -33,7 +33,14 @@ class Exercised:
     """Number of samples that continued a fork of a document which was prefilled once."""
 
     def note_step(self, prompt: int, position: int, batch: int) -> None:
-        """Count a decode step. Its input is the token before `position` of the answer, for position 0 the prompt's last."""
+        """Record a decode step of a sample.
+
+        Args:
+            prompt: Tokens of the prompt.
+            position: Index of the answer's token that the step predicts. The step's input is the previous token: for
+                position 0 the last token of the prompt.
+            batch: Number of sequences in the step.
+        """
         self.longest_context = max(self.longest_context, prompt + position)
         self.longest_decode = max(self.longest_decode, position + 1)
         self.batch = max(self.batch, batch)

@@ -67,7 +67,8 @@ class Figure:
     """False for a figure that can only fail, because showing a PASS takes more documents than an evaluation has. The figure has
     no line unless it fails."""
     sound_requests: int = 0
-    """For a share of faulty requests: the number of requests if none is faulty, else 0. MIN_SOUND_REQUESTS of them PASS."""
+    """Number of requests, if the figure is a share of faulty requests and no request is faulty; else 0. MIN_SOUND_REQUESTS
+    sound requests are enough for a PASS."""
     bet_share: float = 1.0
     """Share of a PASS's level for the bet."""
     student_share: float = 0.0

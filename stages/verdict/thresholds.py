@@ -127,7 +127,8 @@ class Check(Record):
 
     gate: Gate
     where: str
-    """Workload, `workload [low, high)`, or "all"."""
+    """Subject of the line: "all", a workload, a context bin (`workload [low, high)`), or a workload and a drafter. Tests of an
+    engine write "candidate" or "baseline". Two gates write a fixed text, such as "A/A noise"."""
     value: float | None
     bound: float | None = None
     """One-sided bound that was compared with the threshold."""
@@ -156,8 +157,8 @@ class Verdict(Record):
 
     status: Status
     reasons: list[str]
-    """Reasons of the failed checks. If none failed, of the inconclusive checks. If all passed, of recovery, or of all checks if
-    none is about recovery."""
+    """Reasons of the failed checks for a FAIL, and of the inconclusive checks for an INCONCLUSIVE. A PASS lists the reasons of
+    the checks on recovery, or of all checks if none is about recovery."""
     checks: list[Check]
     warnings: list[str] = Field(default=[])
     """Reasons of the checks with a WARNING, which do not affect the verdict."""

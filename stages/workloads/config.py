@@ -75,7 +75,8 @@ class StressTestConfig(StrictModel):
     max_tokens: Annotated[int, Field(ge=MIN_STRESS_TOKENS, le=1 << 20)] = 2048
     """Maximum tokens per sequence."""
     decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 400
-    """Decode steps after a prompt of one token, and of the engine's own answer to a longer prompt."""
+    """Number of decode steps of two long sequences: one starts with a prompt of one token, the other decodes the engine's own
+    answer to a longer prompt."""
     offset_steps: Annotated[int, Field(ge=1, le=4096)] = 64
     """Decode steps of the longest sequence; 64 steps visit every offset of a page."""
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
@@ -166,7 +167,8 @@ class WorkloadsConfig(StrictModel):
     jsonl: PathText | None
     """File of additional samples, one JSON object per line with the keys of docs/questions.md#my-questions; null for none."""
     lengths: list[Annotated[int, Field(ge=128, le=1 << 20)]] = Field(default=[])
-    """Lengths in tokens of long documents, whose questions replace `samples` and whose lengths replace `context_bins`."""
+    """Lengths in tokens of long documents. Their questions replace `samples`, and `context_bins` is replaced by bins that begin
+    at three quarters of the lengths."""
     length_documents: Annotated[int, Field(ge=1, le=10_000)] = LONG_DOCUMENTS
     """Number of documents per length, with seven questions each."""
     documents: PathText | None = None
@@ -188,16 +190,16 @@ class WorkloadsConfig(StrictModel):
     """Judged samples per workload that both engines repeat in other batches, for the noise floor; the longest sample is
     added."""
     conformance_samples: Count = 0
-    """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 makes
-    the evaluation a quick check, which has no stress test either and never passes."""
+    """Number of first-round samples per workload that are compared with the reference engine; they are spread from the shortest
+    to the longest. 0 makes the evaluation a quick check, which has no stress test and never passes."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
     """Cumulative share of the samples after each round, ascending to 1. A candidate runs rounds until its gates decide."""
     stress_test: StressTestConfig = Field(default_factory=StressTestConfig)
     full_pool: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """Requests that are sent at once, in two rounds, into a pool that holds a third of their pages, and compared with the same
-    requests in a large pool; 0 disables this, null uses the backend's default."""
+    """Number of requests of the full-pool test; 0 disables the test, null uses the backend's default. The requests are sent at
+    once to a pool that holds a third of their pages, in two rounds, and compared with the same requests in a large pool."""
     speculation: SpeculationConfig | None = None
     """Drafters of speculative decoding whose acceptance rate is measured; null for none."""
     load: LoadConfig
@@ -215,7 +217,10 @@ class WorkloadsConfig(StrictModel):
 
     @property
     def count_keys(self) -> dict[str, str]:
-        """Workloads of generated questions and GSM8K that are asked -> key of their number. Others are the user's own."""
+        """Active built-in workload, or GSM8K if it is active -> configuration key of its number of questions.
+
+        The workloads of `lengths` and of the user's own questions are not included.
+        """
         keys = {name: f"workloads.samples.{name}" for name, count in self.samples.items() if count}
         return keys | ({"gsm8k": "workloads.gsm8k"} if self.gsm8k else {})
 

@@ -66,7 +66,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
         text: str = tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime, **WITHOUT_THINKING
         )
-    except OverflowError:
+    except OverflowError:  # a fault of the template instead of a refusal: `rendering` reports it
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # raised by the template's own expressions
         raise TemplateError(f"{type(error).__name__}: {error}".splitlines()[0]) from error

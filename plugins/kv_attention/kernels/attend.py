@@ -1,6 +1,9 @@
 """Attention to one tile, to a range of pages and to the exact tokens, shared by the decode and the context kernels.
 
 Shapes: N columns, which are query rows, T tokens of a tile, D head_dim, C channels of a chunk of a value row.
+
+The state of a column is m, l and sums. Scores are in log2 units. m is the maximum of the scores up to now, minus HEADROOM. The
+weight p of a token is 2^(score - m). l is the sum of the weights, and `sums` are the values multiplied by p and added up.
 """
 
 import triton

@@ -16,9 +16,9 @@ One program attends with one KV head to its share of all sequences' pages, seque
 instruction's dimension N, whose size is 8: with G = 8, no padding is computed.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
-precision down to 2^-29 of the largest. A value scale is folded into p, divided by this part's largest scale so far, rounded
-up to a power of two, so that neither tiny nor huge scales leave float16's range. For nvfp4 the product of a code and its
-block's scale is a float16 without rounding, and the layer's scale is one factor of the sums.
+precision down to 2^-29 of the largest weight. A value scale is folded into p. To keep tiny and huge scales within float16's
+range, the scale is first divided by a unit: the largest scale of this part so far, rounded up to a power of two. For nvfp4 the
+product of a code and its block's scale is a float16 without rounding, and the layer's scale is one factor of the sums.
 """
 
 import triton

@@ -92,7 +92,8 @@ def append_block_scales(
 ):
     """Append to each nvfp4 chunk from load_values its block scales: bytes of E4M3 (T / 2, C / 16), one per block.
 
-    The order is even tokens, odd tokens for the low bits' channels, then for the high bits' channels.
+    Four tensors are appended: first the scales of the low bits' channels for even tokens and for odd tokens, then the scales of
+    the high bits' channels likewise.
     """
     G: tl.constexpr = D // 16
     even = scales + block * (T * G) + (tl.arange(0, T // 2)[:, None] * (2 * G) + tl.arange(0, G)[None, :])

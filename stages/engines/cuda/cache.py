@@ -65,7 +65,7 @@ class LayerGroup:
 class KernelCache(SequencePages):
     """The caches of all sequences.
 
-    Only kernels read and write the tensors on the device. The host tracks the pages and the length of every sequence.
+    The tensors stay on the device. The host tracks only the pages and the length of every sequence.
     """
 
     def __init__(self, layouts: Sequence[CacheLayout], scales: KVScales, device: torch.device) -> None:

@@ -82,9 +82,10 @@ class KernelEngine(Engine):
 
     @torch.inference_mode()
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Run one pass: the next chunk of every joining prompt, and one token of every other sequence.
+        """Run one pass: one token of every decoding sequence, and the next chunks of joining prompts.
 
-        So no sequence waits until a long prompt is prefilled. If no prompt joins, run a decode step as a CUDA graph.
+        A decoding sequence never waits until a long prompt is prefilled. A pass has at most PREFILL_PASS_TOKENS tokens, so the
+        chunks of some prompts may wait for the next pass. If no prompt joins, run a decode step as a CUDA graph.
         """
         running = [request.sequence for request in live if request.stored >= request.prompt_tokens]
         if len(running) == len(live):
@@ -155,7 +156,7 @@ def plan_pass(lengths: Sequence[int], chunk: int, max_tokens: int) -> list[tuple
 
     A prompt is always cut into the same chunks, because its tokens attend to earlier chunks through the quantized
     cache. Other sequences therefore affect the prompt's logits only by the order of sums. Sequences with one remaining token
-    come first, because they are decoding and must not wait.
+    come first, because they are decoding and must not wait. Sequences that would exceed `max_tokens` wait for a later pass.
     """
     planned: list[tuple[int, int]] = []
     tokens = 0

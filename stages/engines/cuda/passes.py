@@ -30,9 +30,10 @@ WARM_UP = 2
 
 
 class DecodePass:
-    """A decode step of `batch` sequences as one CUDA graph: attention, the check of new keys and values, and their append.
+    """A decode step of at most `batch` sequences, which is captured as one CUDA graph on a GPU.
 
-    The host fills one buffer before the step and reads one buffer afterwards. All buffers have fixed addresses.
+    The step runs the model, checks that new keys and values are finite, and appends them. The host fills one buffer before the
+    step and waits once for the results afterwards. All buffers have fixed addresses.
 
     Queries, keys and values enter the kernels in the model's type. float32 is not rounded to float16: the kernels split a
     float32 query into two float16 terms, which keep 22 of its 24 bits, and return float32. Only the rounding of softmax weights
@@ -64,7 +65,7 @@ class DecodePass:
     def capture(self, pool: Any) -> None:
         """Capture `run` into a CUDA graph, which takes its memory from `pool`.
 
-        All positions must still be -1, so that the warm-up runs append nothing: they could overwrite tokens that are needed.
+        All positions must still be -1, so that the warm-up runs append nothing. An append could overwrite needed tokens.
         """
         warm_up = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
         warm_up.wait_stream(torch.cuda.current_stream(self.cache.device))

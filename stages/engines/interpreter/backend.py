@@ -48,7 +48,10 @@ class InterpreterBackend(Backend[C], Generic[C]):
         return None
 
     def _check_checkpoint(self, job: Job, instead: str = "") -> None:
-        """Raise UserError for untested attention, or for weights that kvgate should quantize. `instead`: end of the hint."""
+        """Raise UserError if the model has sliding windows or attention features, or if the job's weights are not none.
+
+        `instead` is appended to the hint of the second message.
+        """
         refuse_other_attention(job.checkpoint, f"backend={self.config.name} was not tested with this")
         if job.weights != "none":
             raise UserError(
@@ -62,7 +65,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
         return Source(weights.path / folder, weights.digest_under(folder))
 
     def build_parts(self) -> dict[str, object]:
-        """Return the options and the release for which they are pinned."""
+        """Return the configuration without `running_keys`, and the library's release."""
         options = self.config.model_dump(mode="json", exclude={"name", *self.running_keys})
         return {**options, "release": self.interpreter.release}
 

@@ -1,4 +1,4 @@
-"""backend=llamacpp: its interpreter, the cache types of a policy, and its bundle (a GGUF and the server's command)."""
+"""Implements backend=llamacpp: maps a policy to cache types, and builds bundles of a GGUF and the command of llama-server."""
 
 from pathlib import Path
 from typing import Annotated, Any

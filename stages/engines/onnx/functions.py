@@ -200,7 +200,7 @@ def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
 
 
 def _beyond_gap(body: Body, eviction: Eviction, positions: str) -> str:
-    """Return the mask of the positions outside the eviction's gap; of all positions while the window still has a part of it."""
+    """Return the mask of positions to read: outside the eviction's gap, or all if the cache is shorter than `gap_length`."""
     gap = eviction.gap
     sink = body.op("Less", positions, body.const(gap.start, "int32"))
     later = body.op("GreaterOrEqual", positions, body.const(gap.stop, "int32"))

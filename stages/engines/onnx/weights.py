@@ -22,10 +22,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def store_weights(graph: onnx.GraphProto, source: Path, out: Path) -> None:
-    """Move the external tensors of a graph from the file `source`, which is removed, to `out/weights.bin`, in place.
+    """Move the external tensors of a graph from the file `source` to `out/weights.bin`.
 
-    A float32 matrix whose values are all exact in float16 or bfloat16 (as from a 16-bit checkpoint) is stored in that type, and
-    the graph casts it to float32. ONNX Runtime does so once, when it loads the graph; logits are bit-identical.
+    The graph is changed in place, and `source` is removed. A float32 matrix whose values are all exact in float16 or bfloat16
+    (as from a 16-bit checkpoint) is stored in that type, and the graph casts it to float32. ONNX Runtime casts it once, when it
+    loads the graph, and logits are bit-identical.
     """
     data: Bytes = np.memmap(source, np.uint8, "r")
     casts: list[onnx.NodeProto] = []

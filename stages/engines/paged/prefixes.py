@@ -74,7 +74,7 @@ class PrefixCache:
             The sequence's handle, and its number of tokens.
 
         Raises:
-            UserError: The prompt does not fit into the engine. No sequence stays started.
+            UserError: The prompt does not fit into the engine. The new sequence is released.
         """
         keys = self.keys(prompt)
         count = self._kept_prefixes(keys)

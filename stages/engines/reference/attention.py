@@ -76,7 +76,11 @@ PARTS = (EVICTED, "sinks", "base", EVICTED, "base", "window", "recent", "chunk")
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [begin, end) of a sequence: one chunk after `start` cached tokens or, if `start` is None, decoded tokens."""
+    """Consecutive rows [begin, end) of a sequence.
+
+    If `start` is a number, the rows are a prefilled chunk that follows `start` cached tokens. If `start` is None, the rows are
+    tokens that were decoded one by one.
+    """
 
     begin: int
     end: int
@@ -109,7 +113,10 @@ class Fed:
         ]
 
     def spans(self, chunk: int, *, itself: bool, begin: int = 0) -> list[Span]:
-        """Return the rows of a pass from position `begin` on. A chunk or a decoded token must begin there."""
+        """Return the spans from position `begin` on, with prefilled pieces cut into chunks of `chunk` tokens.
+
+        A chunk or a decoded token must begin at `begin`. `itself` is passed on to every span.
+        """
         spans, first = [], 0
         for count, decoded in self.pieces:
             end = first + count

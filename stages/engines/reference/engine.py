@@ -95,7 +95,7 @@ class TorchEngine(ChunkedEngine):
         self.sequences: SequenceTable[list[LayerCache] | list[HeavyCache]] = SequenceTable()
         """Caches of all layers, by handle."""
         self.reads_itself = False
-        """Whether tokens of whole sequences read themselves from the cache, as in engines that store before attention."""
+        """Whether `forced` and `replay` read a token's own key and value from the cache, as engines do that store it first."""
         self._llamacpp_preparation = llamacpp_preparation(model.config, storages)
 
     @property

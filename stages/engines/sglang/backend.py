@@ -1,4 +1,4 @@
-"""backend=sglang: its interpreter, the policies that its cache supports, and its bundle (a checkpoint and a command)."""
+"""Implements backend=sglang: maps a policy to a cache type, and builds bundles of a checkpoint and the server's command."""
 
 from pathlib import Path
 from typing import Any

@@ -64,7 +64,8 @@ def write_faulted(checkpoint: Path, out: Path, factor: float, key_rows: int) -> 
         checkpoint: Directory of the checkpoint.
         out: The new directory.
         factor: The factor of the keys.
-        key_rows: Rows of a layer's key projection, which a fused projection has twice at its end (keys, values).
+        key_rows: Number of rows of a layer's key projection. A fused projection ends with this number of rows for the keys,
+            followed by this number of rows for the values.
 
     Raises:
         RuntimeError: No parameter of the checkpoint is known to scale keys.

@@ -114,7 +114,10 @@ class TensorRTBackend(PlanBackend[TensorRTConfig]):
     library = "tensorrt"
 
     def check_inputs(self, job: Job) -> None:
-        """Check that the library, a GPU and a CUDA build of torch exist, and Triton if a plan needs the plugin."""
+        """Check that plans support the policy and the sizes, and that this machine can build them.
+
+        A build needs the library, a GPU, a CUDA build of torch and, if a plan needs the plugin, Triton.
+        """
         refuse_caches(job)
         if not job.builds:
             return

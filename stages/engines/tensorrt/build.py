@@ -142,8 +142,10 @@ def _last(lines: list[str]) -> str:
 
 
 GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, PlanLimits], tuple[Mapping[Mode, Path], dict[int, str]]]
-"""Function that writes changed graphs of a bundle to a folder. Returns the graphs, and the reason for each layer that keeps its
-function body instead of the plugin."""
+"""Function of a bundle's graphs by mode, a folder, the model and the limits that writes changed graphs to the folder.
+
+It returns the new graphs, and the reason for each layer that keeps its function body instead of the plugin.
+"""
 
 
 def build_bundle(

@@ -79,7 +79,8 @@ def register() -> None:
 def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: PlanLimits, sm: int) -> dict[Mode, int]:
     """Return the number of programs (decode) and of splits (prefill) that fill this GPU, the minimum over all layouts.
 
-    Programs share a KV head's pages. Splits share a sequence's pages when a whole chunk is prefilled.
+    The programs of a decode step divide the pages of a KV head among themselves. The splits of a prefill divide the pages of a
+    sequence, and their number is chosen for a chunk of the largest size.
     """
     import torch
 

@@ -129,7 +129,7 @@ class TorchPool(PagedPool):
         }
 
     def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
-        """Return the inputs of the writes after the plan: (3, T) indices per list of places, and the counts without padding."""
+        """Return the inputs that `consume` reads: the places (3, T) of each list, and the counts of tokens and of places."""
         places: dict[str, Section] = dict.fromkeys(self._kinds, (torch.int64, (3, sizes["B"] * sizes["S"])))
         counts = {"tokens": sizes["B"], "stored_places": len(places)}
         return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
@@ -191,7 +191,7 @@ class TorchPool(PagedPool):
         stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), current)
 
     def set_faults(self, faults: Mapping[str, float]) -> None:
-        """Set array -> factor for all numbers that will be written."""
+        """From now on, multiply all numbers that are written to an array by the array's factor in `faults`."""
         for stack in self.stacks:
             if any(name in faults for name in stack.names):
                 factors = [faults.get(name, 1.0) for name in stack.names]

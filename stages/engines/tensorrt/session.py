@@ -115,7 +115,10 @@ class PlanStep:
         return self._results.read()
 
     def run(self) -> None:
-        """Run once on the session's stream. The first run of a shape compiles and allocates; the second run is captured."""
+        """Run once on the session's stream. The first run of a shape compiles and allocates.
+
+        The second run is captured as a CUDA graph if `PlanSession.captures` allows it.
+        """
         if self.replay is None and self._runs and self._session.captures(self._context):
             self.replay = self._session.device.capture(self._enqueue)
         self._runs += 1

@@ -82,7 +82,7 @@ class PlanLimits:
 
     @property
     def fixed(self) -> dict[str, int]:
-        """First dimensions of the pools."""
+        """Sizes of the first dimensions of the pools, by dimension name."""
         return {"N": self.pages, "M": self.max_batch, "NW": max(1, self.window_pages)}
 
 

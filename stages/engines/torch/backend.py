@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from stages.engines.reference.engine import TorchEngine
 
 FLOAT16_WEIGHTS = 2.0**-17
-"""Rounding error with float32 activations on a GPU, whose kernels round the softmax's weights to float16. It is twice the
-error on an H200, where the median KL with an FP16 cache, 4e-8, is the KL that a rounding error of 2^-18 causes."""
+"""Rounding error with float32 activations on a GPU, where the kernels round the softmax's weights to float16.
+
+It is twice the measured error: on an H200 the median KL with an FP16 cache was 4e-8, as with a rounding error of 2^-18.
+"""
 
 
 class TorchBackend(Backend[TorchConfig]):
-    """transformers' model over a plain quantized cache, which defines the result of every policy, or over the kernels."""
+    """Runs transformers' model over a quantized cache.
+
+    On a CPU this is the reference engine, whose plain cache defines the result of every policy. On a GPU the attention kernels
+    read and write the cache.
+    """
 
     build_module = "stages.engines.reference.build"
     libraries = TORCH

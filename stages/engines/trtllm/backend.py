@@ -1,4 +1,4 @@
-"""backend=trtllm: its interpreter and GPUs, its two targets and their limits, and its bundle."""
+"""Implements backend=trtllm: checks the interpreter, the GPUs and the limits of both targets, and builds bundles."""
 
 import re
 from dataclasses import dataclass

@@ -25,7 +25,11 @@ READ_NAMES = re.compile(
 OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
 """Additional names that vLLM reads if the weights are quantized with `fp8` or `quark`."""
 SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
-"""Quantization methods for which vLLM replaces a missing scale by 1.0 (SEPARATE), or by the layer's other scale (PAIRED)."""
+"""Quantization methods, grouped by how vLLM replaces a missing scale.
+
+SEPARATE: vLLM uses 1.0. PAIRED: vLLM uses the key scale for a missing value scale, fails if only the key scale is missing, and
+uses 1.0 if both are missing.
+"""
 
 
 def audit(path: Path) -> Audit:

@@ -1,4 +1,4 @@
-"""backend=vllm: its interpreter, the cache type of a policy, and its bundle (a checkpoint with scales, engine arguments).
+"""Implements backend=vllm: maps a policy to a cache type, and builds bundles of a checkpoint, its scales and engine arguments.
 
 Unsupported configurations are refused before any work.
 """
@@ -79,7 +79,7 @@ PROGRAM = Program(
     oldest_release=(0, 26),
     description=VllmDescription,
 )
-"""Releases before 0.26 lack names that the worker uses."""
+"""vLLM's worker. Releases before 0.26 are refused, because they lack names that the worker uses."""
 
 
 def on_cpu(interpreter: Interpreter) -> bool:

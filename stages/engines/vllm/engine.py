@@ -140,7 +140,7 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         return self._load_model(bound, model, engine_args=arguments, key_fault=self._fault)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
-        """Return the memory of the blocks that vLLM allocated."""
+        """Return the memory of `blocks` blocks; if None, of the blocks that sequences of these lengths fill."""
         if not lengths:
             return MemoryReport(0, 0, 0, 0, 0)
         facts = self._read_facts()

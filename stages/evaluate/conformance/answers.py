@@ -109,7 +109,11 @@ class AnswerChecks:
 
 
 def _longest(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """Yield the answers, except beginnings of longer answers to the same prompt, each with its stop token if one ended it."""
+    """Yield the answers without redundant ones, the longest first.
+
+    An answer is redundant if another answer to the same prompt begins with the same tokens. If a stop token ended the answer, a
+    stop token must also follow these tokens in the other answer.
+    """
     longest = defaultdict[tuple[int, ...], list[list[int]]](list)
     for answer in sorted(answers, key=lambda answer: -len(answer.tokens)):
         same_prompt, count = longest[tuple(answer.sequence.prompt)], len(answer.tokens)

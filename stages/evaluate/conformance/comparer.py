@@ -177,7 +177,8 @@ class SequenceComparer:
         layer, side, head = wrong[0][1:] if wrong and wrong[0][0] == position else (None, None, None)
         if layer is None or position in rows:
             operation, side, head = "computed", None, None
-            if any(compared.errors):  # a wrong read shows in the next layer's vectors, after the last layer in the logits
+            # A wrong read shows in the vectors of the next layer, or in the logits if the last layer misread.
+            if any(compared.errors):
                 operation = "read"
                 layer = len(compared.errors) - 1 if layer is None else max(0, layer - 1)
             else:
@@ -212,8 +213,9 @@ def _means(errors: Sequence[dict[Side, Errors]], part: str) -> tuple[float, ...]
 def _stored_limits(record: ComparedRequest, layers: int) -> list[float]:
     """Return the error by layer above which a stored vector counts as wrong.
 
-    If some layers exceed their limits, these layers have their limits and the others none. Otherwise all layers have the limit
-    of single vectors, or the limit of the mean if only the mean exceeds its limit.
+    If the mean error of a layer exceeds the layer's limit, that limit applies to every vector of the layer. Layers within their
+    limits then have no wrong vectors. If no layer exceeds its limit, all layers have the limit of single vectors, or the limit
+    of the mean if only the mean exceeds its limit.
     """
     engine, rounding, times = record.engine, record.rounding, record.layers_times_allowed
     if any(part > 1 for part in times):

@@ -1,8 +1,7 @@
-"""Conformance: compares requests of an engine's forced decode with its reference engine.
+"""Compares requests of an engine's forced decode with the reference engine (conformance).
 
-The compared logits come from the judged decode steps, with the same batches in the same order.
-
-Legend: R = decoded tokens of a request.
+The compared logits come from the decode steps that the evaluation judges. No request is decoded again for the comparison,
+except after an interruption.
 """
 
 from collections.abc import Collection, Sequence
@@ -104,7 +103,8 @@ class ForcedDecodeComparison:
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
     """Return the indices of `count` samples per workload, evenly spread from the shortest to the longest.
 
-    If `count` is 1, the first workload contributes its shortest sample, the last its longest, the others samples in between.
+    If `count` is 1, the first workload contributes its shortest sample and the last workload its longest. The workloads between
+    them contribute samples of intermediate length. A single workload contributes its longest sample.
     """
     workloads: dict[str, list[int]] = {}
     for i, item in enumerate(encoded):

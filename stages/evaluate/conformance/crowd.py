@@ -37,7 +37,7 @@ NOISE = 4.0
 """Allowed change by unrelated requests, as a multiple of the change in an unchanged repetition."""
 
 MIN_REPETITIONS = 4
-"""Minimum number of equal requests in the wear test."""
+"""Minimum number of rounds of the wear test. Each round sends a pair of requests; two pairs alternate."""
 WEAR_STEPS = 12
 """Decode steps of a request in `wear`. With 300 repetitions, the engine takes more than 4,096 steps in the stress test."""
 LEAK_BYTES = 512 << 10
@@ -135,7 +135,10 @@ def full_pool(test: StressTest) -> None:
 
 
 def _start_sleepers(test: StressTest) -> list[int]:
-    """Start sequences of one page that are never decoded: forks, on an engine without a maximum number of sequences."""
+    """Start idle sequences of one page each, which are never decoded, and return their handles.
+
+    Returns an empty list if the engine cannot fork or limits its sequences, or if ASLEEP_PAGES pages exceed ASLEEP_BYTES.
+    """
     engine = test.engine
     fitting = ASLEEP_BYTES // engine.policy.pool_bytes(engine.shape, 1)
     if engine.max_sequences is not None or not isinstance(engine, SupportsFork) or fitting < ASLEEP_PAGES:

@@ -1,4 +1,5 @@
-"""The reference engine: `TorchEngine` under an engine's policy, scales and weights, with its sensitivity to rounding.
+"""The reference engine: a `TorchEngine` with the policy, scales and weights of the engine under test. It also measures how
+sensitive its results are to rounding.
 
 A number halfway between two codes may get either code, depending on earlier rounding errors. With a coarse cache, a few flipped
 codes change the logits more than some faults do. The reference engine therefore computes logits twice: exactly, and with
@@ -27,7 +28,8 @@ class ReferenceEngine:
 
     engine: TorchEngine
     assumed_rounding: float | None = ROUNDING["float32"]
-    """See `Backend.rounding`; None if the engine's arithmetic differs by design."""
+    """Rounding error of a layer's output, relative to its root mean square, as `Backend.rounding` gives it. None if the
+    engine's arithmetic differs from the reference engine's by design."""
     measures_rounding: bool = False
     """Whether to measure a rounding as the baseline's distance from its reference engine. This is needed for libraries that sum
     16-bit numbers in their own order: twice the epsilon per layer would be large enough to hide cache faults."""

@@ -22,7 +22,7 @@ from stages.policies.policy import FP16_POLICY
 from stages.verdict.conformance import ComparedRequest, Explanation
 
 CLOSER = 4.0
-"""Minimum factor by which an engine is closer to a faulty reference that explains it than to the reference engine."""
+"""A faulty reference explains an engine if the engine is at least this many times closer to it than to the reference engine."""
 
 
 class TowardsZero(Storage):
@@ -81,7 +81,8 @@ def _compared(comparer: SequenceComparer, sequence: ForcedSequence, engine: Torc
     other = replace(comparer, reference=replace(comparer.reference, engine=engine))
     ((replay, _),) = other.replay([sequence])
     record = other.compare(sequence, replay, problem="").record
-    # An error is negative if a vector is closer than the faulty reference's own codes, for example because these round to zero.
+    # The error of a stored vector is negative if it is closer to the computed vector than the faulty reference's own codes are,
+    # for example because the faulty reference rounds its codes to zero.
     stored, layers = record.engine.stored_mean, tuple(map(abs, record.engine.stored_by_layer))
     changes = {"stored_mean": None if stored is None else abs(stored), "stored_by_layer": layers}
     return record.model_copy(update={"engine": record.engine.model_copy(update=changes)})

@@ -212,7 +212,10 @@ class StressTest:
         self._observe(observed)
 
     def wake(self) -> None:
-        """Extend the first resting sequence by a short turn, if the engine can, and decode the other; in random order."""
+        """Advance the resting sequences in random order.
+
+        The first sequence gets a short turn if the engine supports turns. Otherwise it decodes a token, as the second does.
+        """
         for place in self.rng.permutation(len(self.resting)):
             sequence = self.resting[place]
             if place == 0 and isinstance(self.engine, SupportsExtend):
@@ -275,7 +278,10 @@ class StressTest:
             self.finish(sequences)
 
     def finish(self, sequences: Sequence[ForcedSequence]) -> None:
-        """Decode sequences together until all have ended. Long answers first get another turn."""
+        """Decode sequences together, and release each sequence when it ends.
+
+        A sequence that decodes at least LONG_ANSWER tokens gets another turn before its end, if the engine supports turns.
+        """
         running = list(sequences)
         while running:
             if len(running) == self.largest:
@@ -307,7 +313,7 @@ class StressTest:
             )
 
     def _serve_requests(self, sequences: Sequence[ForcedSequence]) -> None:
-        """Force sequences that were prefilled, as whole requests, on an engine that serves whole requests."""
+        """Release prefilled sequences and decode them as whole requests, on an engine that only serves whole requests."""
         assert isinstance(self.engine, SupportsRequests)
         self.engine.release([sequence.handle for sequence in sequences])
         answers = self.engine.forced_together(
@@ -326,7 +332,7 @@ class StressTest:
     # --- comparison with the reference engine -------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End a scenario: release sequences left by a refusal, then compare while the engine is idle."""
+        """End a scenario: release the sequences that a refusal left live, compare all sequences, and check the free answers."""
         self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence not in self.resting])
         unforced = self.answers.check_forced()
         self.compare()

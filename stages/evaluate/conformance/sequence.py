@@ -31,7 +31,7 @@ class ForcedSequence:
     logits: list[Logits] = field(default_factory=list)
     """Logits (V) of the sequence's last rows."""
     places: list[tuple[int, int] | None] = field(default_factory=list)
-    """(row in the batch, batch size) of each row; None if unknown."""
+    """(index in the batch, batch size) of the step that computed each row of logits; None if unknown."""
     layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
     """Copies of the codes in the engine's cache, by layer; empty if the engine does not expose them."""
 
@@ -65,9 +65,10 @@ class ForcedSequence:
         return digest.digest()
 
     def shared_tokens(self, origin: "ForcedSequence", chunk: int) -> int:
-        """Return how many first tokens the sequence shares with `origin`: equal, fed equally, and with equal codes.
+        """Return how many first tokens the sequence shares with `origin`.
 
-        The shared part ends before the sequence's first row of logits, after a full prefill chunk or a decoded token.
+        The shared tokens are equal, were fed in equal pieces, and have equal stored codes. They end before the sequence's first
+        row of logits, and after a full prefill chunk or a decoded token.
         """
         most = count_equal_first(self.tokens[: self.positions[0]], origin.tokens)
         shared = 0

@@ -1,7 +1,8 @@
 """A random walk over all operations of an engine, on sequences of all lengths.
 
 Many faults need a combination, for example a turn of a fork after an eviction. The walk draws operations, lengths and order
-from the seed of the run. Prompt lengths repeat no residue modulo 64, and turns none modulo 16, before all have occurred.
+from the seed of the run. The lengths of short prompts take every residue modulo 64 before a residue repeats. The lengths of
+turns take every residue modulo 16 in the same way.
 """
 
 import itertools
@@ -34,7 +35,7 @@ LATE = ((130, 600), (600, 900))
 """(minimum, maximum) tokens of each long prompt that joins a running batch. A drawn length is limited to two thirds of the
 maximum length and rounded down to whole pages. The other long prompts begin together."""
 CONTINUED = 6
-"""Maximum number of different rows among many forks. Forks with equal tokens share a replay."""
+"""Maximum number of different token sequences among many forks. Forks with equal tokens share a replay."""
 
 
 def walk(test: StressTest) -> None:
@@ -149,7 +150,11 @@ class Walk:
                 self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
-        """Decode all rows twice, in the last and in a new order, or only some rows, often after two alternating batches."""
+        """Decode all rows twice, or a random subset of the rows once.
+
+        All rows are decoded in the order of the last step, then in a new order. Before a subset is decoded, two batches of half
+        the rows often decode in turns.
+        """
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
         rows = self._reordered(same)
         if self.rng.random() < 1 / 2:

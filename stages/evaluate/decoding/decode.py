@@ -108,7 +108,8 @@ def decode(
         stopping: End conditions of the answers to judged samples; None if no answers are wanted.
         chosen: Indices of the samples to run; None for all.
         after_prefill: Called between a prefill and the next decode step: the must-fail control corrupts the engine here.
-            A one-pass decode calls it first, so that it also affects the later chunks of a long prompt.
+            A one-pass decode calls it once, before its first sample. The corruption then also affects the reads of later
+            chunks of a long prompt.
         one_pass: Whether to compute each sample in one pass if the engine can. The logits equal the logits of token-by-token
             decoding up to rounding.
     """

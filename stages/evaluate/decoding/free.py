@@ -73,7 +73,10 @@ def free_answers(
 
 
 def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> tuple[int, float] | None:
-    """Return the first row whose chosen token is less likely than rounding explains, and the logit gap; None if all agree."""
+    """Return the first row whose chosen token is not the most likely token, even within rounding; None if there is no such row.
+
+    The result also has the gap between the logits of the most likely token and of the chosen token.
+    """
     gaps = logits_BV.max(axis=1) - np.take_along_axis(logits_BV, np.array(chosen)[:, None], axis=1)[:, 0]
     tie = np.maximum(TIE * logits_BV.std(axis=1), engine.logit_step * np.abs(logits_BV).max(axis=1))
     places = np.flatnonzero(~(gaps <= tie))

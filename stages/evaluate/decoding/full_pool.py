@@ -91,7 +91,10 @@ def fill_pool(
 
 
 def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequence[ServedRequest]) -> float:
-    """Return the largest mean KL between a request in a small group and in `uncrowded`, with room for both; 0 if not finite."""
+    """Return the noise floor: the largest mean KL of any request that is sent again, in a small group, to the large pool.
+
+    The KL is measured from the first answers, `uncrowded`. The result is 0 if a logit is not finite.
+    """
     assert isinstance(engine, SupportsFullPool)
     if engine.reads_itself:  # it recomputes a preempted request as one longer prompt
         requests = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in requests]
@@ -103,10 +106,11 @@ def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequenc
 
 
 def mixed_requests(encoded: Sequence[EncodedSample], count: int, max_tokens: int | None) -> Iterator[NamedRequest]:
-    """Yield requests: samples of more than three pages (at least the longest quarter), then mixtures of their halves.
+    """Yield `count` requests: first the chosen samples, then mixtures that begin like one sample and end like another.
 
-    The mixtures share their first page with another prompt. A request decodes at least a page of tokens, so that it needs a new
-    page while it is decoded.
+    The candidates are all samples of more than three pages, or the longest quarter of the samples if that is more. The shortest
+    candidates are chosen, at most half of `count`. A mixture shares its first page with another prompt. A request decodes at
+    least a page of tokens, so that it needs a new page while it is decoded.
     """
     judged = sorted(judged_or_all(encoded), key=lambda item: len(item.prompt))
     short = sum(len(item.prompt) <= 3 * PAGE_TOKENS for item in judged)

@@ -30,7 +30,11 @@ def _mean(values: Array) -> float | None:
 
 
 def probability(nll: Array, item: EncodedSample) -> float:
-    """Return the probability of the right answer: the product over its tokens, or the mean of this product over its results."""
+    """Return the probability of the right answer, given the negative log-likelihoods of the reference tokens.
+
+    It is the product of the tokens' probabilities. For a sample with scored `results`, it is the mean of the probabilities of
+    the results.
+    """
     parts = item.results or ((0, len(nll)),)
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 

@@ -44,7 +44,8 @@ class Round(BaseModel):
     conformance: EngineConformance | None = None
     """Conformance in the first round, if the engine has a reference engine."""
     rounding: float | None = None
-    """See `Backend.rounding`, if the engine was compared with its reference engine."""
+    """Rounding error that the comparison with the reference engine assumed (`Backend.rounding`). None if there was no
+    comparison, or if the engine's arithmetic differs by design."""
     scale_changes: list[ScaleChange] | None = None
     right_answers: dict[str, list[int]] = {}
     """Tokens of the baseline's own right answers that replace references, by sample id. Empty for candidates."""
@@ -80,7 +81,7 @@ class MeasuredOnce(BaseModel):
     system: SystemMetrics
     tests: EngineTests
     noise: Fidelity | None = None
-    """None if no samples are repeated."""
+    """Distances of the repeated samples from the engine's own first results; None if no samples are repeated."""
     coverage: Exercised = Exercised()
     """Coverage of the repeated samples; candidates only."""
     control: MustFailControl | None = None

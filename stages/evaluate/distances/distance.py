@@ -241,7 +241,10 @@ def log_softmax(logits_BV: npt.NDArray[np.float32]) -> Array:
 
 
 def kl_of_logits(exact_BV: npt.NDArray[np.float32], other_BV: npt.NDArray[np.float32]) -> Array:
-    """Return the KL over the vocabulary, `other_BV` from `exact_BV`, per row (B); infinite if a logit is not finite."""
+    """Return the KL divergence of `other_BV` from `exact_BV` by row, (B), in nats.
+
+    It covers the whole vocabulary. It is infinite for a row with a logit that is not finite.
+    """
     rows = []
     for first in range(0, len(exact_BV), ROWS_AT_ONCE):
         logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (exact_BV, other_BV))

@@ -38,7 +38,8 @@ def _word_pattern() -> re.Pattern[str]:
 
 _WORD = _word_pattern()
 _EQUAL = str.maketrans({"\N{MINUS SIGN}": "-", "\N{HYPHEN}": "-"} | {chr(code): None for code in range(0xFE00, 0xFE10)})
-"""Characters that NFKC keeps: other signs for "-", and variation selectors, which only choose how a character is drawn."""
+"""Replacements for characters that NFKC keeps. Other minus signs and hyphens become "-". Variation selectors, which only choose
+how a character is drawn, are dropped."""
 
 
 def words_of(text: str) -> tuple[str, ...]:

@@ -38,11 +38,12 @@ def _documents(config: WorkloadsConfig) -> list[Slot]:
 def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: WorkloadsConfig) -> list[Sample]:
     """Return the samples with every long document cut to its length.
 
-    The longest question of a document takes at most the document's length, with its longest allowed answer, and leaves at
-    most SLACK tokens. The cut depends on the document, the tokenizer and the configuration, never on the other samples.
+    A document is cut so that its longest question, including the longest allowed answer, takes at most the document's length
+    and leaves at most SLACK tokens unused. The cut depends on the document, the tokenizer and the configuration, never on the
+    other samples.
 
-    Samples of other workloads are returned unchanged. Raises UserError if the records and questions of a document alone exceed
-    its length.
+    Samples of other workloads are returned unchanged. Raises UserError if the records and questions of a document leave
+    less than a page for prose, or if no number of words fills the length.
     """
     documents, texts = {sample.document for sample in samples}, document_words(config)
     words = {document: 0 for document in _documents(config) if document.id in documents}

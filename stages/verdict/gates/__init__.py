@@ -116,7 +116,11 @@ def _add_advice(check: Check, numbers: Mapping[str, int], attempt: int | None) -
 
 
 def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) -> Verdict:
-    """Return the verdict: the worst status of all checks, with its reasons (of recovery, if all checks pass)."""
+    """Return the verdict. Its status is the worst status of all checks.
+
+    Its reasons come from the checks with this status. A PASS gives only the reasons of the checks on recovery, if there are
+    any.
+    """
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"

@@ -63,9 +63,9 @@ def outlier_shares(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figu
 
 
 def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
-    """Yield a FAIL unless the gates on distances fail the engine with corrupted key scales.
+    """Yield a PASS if a gate on distances fails the engine with corrupted key scales, otherwise a FAIL.
 
-    The corruption also counts as noticed if the logits are not finite.
+    Logits that are not finite also fail a gate. A control that did not run is a FAIL.
     """
     rows, factor = evidence.report.control.rows, evidence.report.control.factor
     tested = [figure.mean for figure in distances(rows, thresholds)] if rows else []

@@ -86,7 +86,11 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
 
 
 def scale_delivery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
-    """Yield a FAIL if the engine uses other scales than the checkpoint's, or a WARNING if all these changes are allowed."""
+    """Yield a check of the scales that the engine loaded: PASS if they are the checkpoint's.
+
+    A changed scale is a FAIL, unless `allow_scale_changes` allows its kind of change. If all changes are allowed, the status is
+    WARNING. Yields no check for an engine that does not load scales by itself.
+    """
     changes = evidence.report.scale_changes
     if changes is None:
         return

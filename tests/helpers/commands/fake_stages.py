@@ -1,7 +1,7 @@
-"""Fast fake stages under the real chain: recipes, store and rounds are the real ones, and so are the signatures.
+"""Fast fakes of the stages for tests of the chain, whose recipes, store and rounds stay real. Calls must fit real signatures.
 
-The content of files depends on the same inputs as in the real stages: calibrated scales on the texts, weights only on the
-checkpoint, measurements on the time of the run.
+The content of a file depends on the same inputs as in the real stage. Calibrated scales depend on the texts, weights depend
+only on the checkpoint, and measurements depend on the time of the run.
 """
 
 import ast
@@ -142,7 +142,7 @@ def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KE
 
 
 def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes the real function's parameters, and passes the given arguments that the fake names."""
+    """Return a function with the real function's parameters that passes on only the arguments that `fake` declares."""
     real, parameters = real_signature(module, name), signature(fake).parameters
 
     def call(*arguments: Any, **options: Any) -> Any:

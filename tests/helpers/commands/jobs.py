@@ -36,7 +36,7 @@ def run_job(config: Config, sweep: str = "") -> None:
 
 
 def judge(job: Config, refused: str) -> tuple[Path, dict[str, Any]]:
-    """Evaluate; return the report's directory and the candidate from summary.json."""
+    """Evaluate, and assert a GateRefusal that matches `refused`. Return the report's directory and the candidate's entry."""
     check_inputs(job)
     with pytest.raises(GateRefusal, match=refused):
         run_job(job)

@@ -140,7 +140,7 @@ class OnePassFake(FakeEngine):
 
 @dataclass
 class SharingFake(FakeEngine):
-    """A FakeEngine whose sequences can be forked and extended. Prefilled tokens are counted by call."""
+    """A FakeEngine whose sequences can be forked and extended. It records extensions, forks and the most live sequences."""
 
     max_sequences: int | None = None
     extended: list[tuple[int, ...]] = field(default_factory=list)

@@ -131,7 +131,7 @@ def verdict(rows: list[SampleRow], thresholds: Thresholds = GATES, **changes: ob
 
 
 def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Thresholds = GATES) -> list[Check]:
-    """Return the lines named `key` of the verdict on a report with the given rows, or else with 60 sound rows."""
+    """Return the lines of gate `key` in the verdict on the report `judged` over `rows`, by default 60 sound rows."""
     rows = rows or answered("copy", 60)
     outcome = decide(judged.model_copy(update={"samples": len(rows)}), rows, thresholds)
     return [check for check in outcome.checks if check.gate == key]

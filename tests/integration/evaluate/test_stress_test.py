@@ -230,7 +230,7 @@ def long_turns_cut(engine: Any) -> None:
 
 
 def many_forks_share(engine: Any) -> None:
-    """From the fifth fork of a sequence on, let forks read the first page of an unrelated sequence."""
+    """From the fifth fork of a sequence on, replace a fork's first entry in the page table by the last entry of its row."""
     fork, counts, wrong, tables = engine.fork, Counter[int](), set[int](), engine.pool.tables
 
     def forked(handle: int) -> Any:

@@ -78,7 +78,7 @@ def check_context(case: KernelCase, splits: int) -> None:
 @pytest.mark.every
 @pytest.mark.parametrize("number", range(len(VALUES)))
 def test_any_pair_of_formats_attends_as_the_reference(number: int) -> None:
-    """`number` varies all other options. `make test` decodes with one half of the values, and runs chunks with the other."""
+    """Derive all options from `number`. `make test` decodes with odd numbers, and runs chunks of prompts with even numbers."""
     key, value = KEYS[5 * number % len(KEYS)], VALUES[number]
     sink, recent = EXACT[number % len(EXACT)]
     heads, dim = 2 if "head" in key + value else 1, 128 if value == "int4 128" else HEAD_DIMS[number % 3]

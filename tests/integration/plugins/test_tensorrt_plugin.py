@@ -78,7 +78,7 @@ class PluginCase:
 
     @property
     def rows(self) -> Triple:
-        """Size of dimension Y."""
+        """Size of dimension Y: programs of a KV head, including one program per sequence if there are exact tokens."""
         return tuple(self.programs + (b if self.layout.exact_tokens else 0) for b in self.batch)  # type: ignore[return-value]
 
     @property

@@ -1,4 +1,4 @@
-"""Jobs of launchers: their advice and exceptions, the errors of launchers, Ray, and the end of their processes."""
+"""Tests of launchers: advice and exceptions of jobs, errors of the launchers themselves, Ray's start, and ended workers."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The end of a command: its page, its next step, and its entry in summary.json."""
+"""Tests of how a command ends: the report page, the suggested next command, and the entry in summary.json."""
 
 from pathlib import Path
 

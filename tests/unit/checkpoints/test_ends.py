@@ -1,4 +1,4 @@
-"""Tokens as tokenizer.json describes them, and the tokens at which every reader of answers must stop."""
+"""Tests that loaded tokenizers encode as tokenizer.json says, and that references and answers end at the stop tokens."""
 
 import json
 import shutil

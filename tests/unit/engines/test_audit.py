@@ -26,7 +26,7 @@ SOUND = {"0.k": 0.5, "0.v": 0.25, "1.k": 0.125, "1.v": 0.0625}
 
 
 def scales_as(form: str, scales: Mapping[str, float | list[float]]) -> dict[str, Any]:
-    """Return tensors with names of a form. S in the form stands for the side's letter."""
+    """Return scale tensors by name, for scales by LAYER.LETTER. In `form`, the name within a layer, S stands for the letter."""
     return {f"model.layers.{key[0]}.{form.replace('S', key[2:])}": np.array(scale, np.float32) for key, scale in scales.items()}
 
 

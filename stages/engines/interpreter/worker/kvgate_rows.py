@@ -27,7 +27,7 @@ def describe_installation(release: str, **extra: Any) -> dict[str, Any]:
 def run(
     requests: list[dict[str, Any]], folder: str, generate: Callable[[list[Any], list[dict[str, Any]], list[str]], list[Any]]
 ) -> dict[str, Any]:
-    """Answer `run`. `generate(prompts, requests, paths)` returns each request's tokens and writes its rows to its path."""
+    """Answer `run`. `generate(prompts, requests, paths)` returns the tokens of request i and writes its rows to paths[i]."""
     paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
     generated = generate([request.pop("prompt") for request in requests], requests, paths)
     return {"answers": [check_answer(*row) for row in zip(paths, requests, generated, strict=True)]}

@@ -150,7 +150,7 @@ class LlamaCppModel:
     def run(self, requests: list[dict[str, Any]], folder: str, key_fault: float, show: bool = False) -> dict[str, Any]:
         """Answer `run` of `kvgate_channel`. With `show`, write each request's cached bytes to the file `stored`.
 
-        `key_fault` multiplies all stored keys before the next token is decoded; 1.0 plants no fault.
+        `key_fault` multiplies every stored key once, before the next token is decoded; 1.0 plants no fault.
         """
         answers = []
         for begin in range(0, len(requests), self.sequences):
@@ -172,7 +172,8 @@ class LlamaCppModel:
     def _answer(self, group: list[dict[str, Any]], key_fault: float) -> tuple[list[list[int]], list[dict[int, Any]]]:
         """Return each request's tokens, and its logits by step.
 
-        Known tokens are decoded in batches, others one by one; with a fault, all tokens after the prompt one by one.
+        Known tokens are decoded in batches, and all others one by one. With a fault, all tokens after the prompt are decoded
+        one by one.
         """
         generated: list[list[int]] = [[] for _ in group]
         rows: list[dict[int, Any]] = [{} for _ in group]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SCALED, UNSCALED = ("fp8", "nvfp4"), ("e5m2", "per_token_head")
-"""Prefixes of the cache types that read a layer's scale, and suffixes of types with such a prefix that read none."""
+"""A cache type reads the layer's scale if its name starts with a prefix in SCALED and has no suffix in UNSCALED."""
 
 
 def refusal(platform: str, dtype: str) -> str:
