@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.config.config import Config
-from pipeline.evidence.reading import Evidence, download_evidence, identities, registered_evidence
+from pipeline.evidence.reading import Evidence, download_evidence, identities, registered_evidence, write_questions
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
@@ -94,9 +94,7 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
         if samples is not None and workloads_file is None:
             raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
         if samples is not None and workloads_file is not None:  # where the evidence expects them
-            content = user_content("samples", samples)
-            (copy / workloads_file).parent.mkdir(exist_ok=True)
-            (copy / workloads_file).write_bytes(content)
+            write_questions(copy / workloads_file, user_content("samples", samples))
     require_same(champion_name, replay(evidence, config.signing))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine

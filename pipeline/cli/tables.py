@@ -142,13 +142,17 @@ def _few_questions(candidate: Candidate) -> list[str]:
 def reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
     """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
     champion = next((candidate for candidate in candidates if candidate.name == move.champion), None)
-    reasons = {candidate.name: _reason(candidate, champion) for candidate in candidates if candidate is not champion}
-    excluded = [candidate for candidate in candidates if candidate.name in reasons and candidate.report.digest in move.excluded]
-    return reasons | {c.name: f"{c.verdict}, but it {move.excluded[c.report.digest]}" for c in excluded if c.verdict == "PASS"}
+    return {
+        candidate.name: _reason(candidate, champion, move.excluded.get(candidate.report.digest))
+        for candidate in candidates
+        if candidate is not champion
+    }
 
 
-def _reason(candidate: Candidate, champion: Candidate | None) -> str:
-    """Return the reason why `promotion.choose_champion` did not take a candidate."""
+def _reason(candidate: Candidate, champion: Candidate | None, excluded: str | None) -> str:
+    """Return the reason why `promotion.choose_champion` did not take a candidate, which may be that it was excluded."""
+    if candidate.verdict == "PASS" and excluded is not None:
+        return f"PASS, but it {excluded}"
     if candidate.verdict != "PASS" or champion is None:
         return f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
     tokens, best_tokens = promotion.live_tokens(candidate), promotion.live_tokens(champion)

@@ -194,8 +194,13 @@ def add_questions(evidence: Evidence, workloads: WorkloadsConfig) -> None:
         return
     content = user_content(f"workloads.{key}", path)
     if sha256(content).hexdigest() == evidence.identity.link("evaluation").inputs.get(key):
-        (evidence.directory / name).parent.mkdir(exist_ok=True)
-        (evidence.directory / name).write_bytes(content)
+        write_questions(evidence.directory / name, content)
+
+
+def write_questions(path: Path, content: bytes) -> None:
+    """Write the user's file of questions or texts to its place in downloaded evidence."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
 
 
 def lineage(identity: Identity) -> list[Finding]:

@@ -161,6 +161,12 @@ class Engines:
         """The registered model as the command found it."""
         return self.registry.read()
 
+    @cached_property
+    def _champions_checkpoint(self) -> str | None:
+        """Digest of the champion's checkpoint; None if there is no champion or its run does not record it."""
+        serving = self.model.pointed_at.get(CHAMPION)
+        return None if serving is None else self.registry.checkpoint_digest(serving)
+
     def find(self, version: Version, *, fetched: bool = False) -> RegisteredEngine:
         """Return the engine of a version. Raises GateRefusal if its evidence is missing.
 
@@ -233,7 +239,7 @@ class Engines:
 
     def _other_checkpoint(self, candidate: Candidate) -> str:
         """Return " of another checkpoint" if the champion has one; "" if it has the candidate's, or if either is unknown."""
-        digests = {self.registry.checkpoint_digest(self.model.pointed_at[CHAMPION]), candidate.checkpoint}
+        digests = {self._champions_checkpoint, candidate.checkpoint}
         return "" if None in digests or len(digests) == 1 else " of another checkpoint"
 
     def _planned(self, move: Move) -> str:
@@ -281,7 +287,7 @@ class Engines:
         if serving is None or serving.name in [candidate.name for candidate in candidates]:
             return None
         checkpoints = {candidate.checkpoint for candidate in candidates}
-        if self.registry.checkpoint_digest(serving) not in {None, *checkpoints}:  # known before a download
+        if self._champions_checkpoint not in {None, *checkpoints}:  # known before a download
             return None
         try:
             with _competes(str(serving)):

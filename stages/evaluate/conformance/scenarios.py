@@ -74,10 +74,9 @@ def batch(test: StressTest) -> None:
     more = [test.sequence("a prompt that joins", test.randint(1, 41), test.randint(1, 3)) for _ in range(count)]
     whole = sequences[max(1, len(sequences) - 2) :]
     asked = [*more, *sequences[-max(len(whole), test.scaled(len(sequences))) :]]  # long prompts wait, too
-    limits = [min(2, len(row.ahead)) for row in asked]
-    for place, row in enumerate(asked):
-        if row in whole or row in more:
-            limits[place] = min(len(row.ahead), max(ANSWER, test.scaled(len(row.ahead))))
+    limits = [
+        min(len(row.ahead), max(ANSWER, test.scaled(len(row.ahead))) if row in whole or row in more else 2) for row in asked
+    ]
     for sequence, answer in zip(asked, test.ask(asked, limits), strict=True):
         sequence.ahead[: len(answer)] = answer
     test.serve(sequences)
