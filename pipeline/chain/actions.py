@@ -19,12 +19,9 @@ from pipeline.registry import routing, summary
 from pipeline.registry.monitors import read_snapshot
 from pipeline.registry.promotion import require_same
 from pipeline.store.store import used
-from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
 from stages.core.files import store_of
-from stages.engines.backend import open_backend
 from stages.engines.bundle import BUNDLE_FILE
-from stages.policies.delivery import scale_findings
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
@@ -197,27 +194,6 @@ def verify(run: Run) -> None:
     require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
 
 
-def audit(run: Run) -> None:
-    """Print a line for each problem with the scales that an engine would load from a checkpoint. Nothing is judged or written.
-
-    Raises:
-        GateRefusal: if the engine would not or could not use a scale as carried.
-        UserError: if the checkpoint cannot be read, or the backend does not load a checkpoint's scales.
-    """
-    config = run.config
-    audited = open_backend(config.backend).audit(locate_checkpoint(config.model.path))
-    lines = [*scale_findings(audited.layers), *audited.problems]
-    sides = 2 * len(audited.layers)
-    _say(lines)
-    if lines:
-        raise GateRefusal(
-            f"model.path={config.model.path}: {len(lines)} findings on {sides} scales of {len(audited.layers)} layers "
-            f"({audited.engine}); stage=build backend={config.backend.name} writes a checkpoint whose scales it loads"
-        )
-    used = [scale for layer in audited.layers for scales in layer.used.values() for scale in scales]
-    _say([f"{audited.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}"])
-
-
 ACTIONS: dict[Stage, Callable[[Run], None]] = {
     "quantize": quantize,
     "build": build,
@@ -227,7 +203,6 @@ ACTIONS: dict[Stage, Callable[[Run], None]] = {
     "promote": promote,
     "rollback": rollback,
     "verify": verify,
-    "audit": audit,
     "route": route,
     "monitor": monitor,
     "capacity": show_capacity,
@@ -241,11 +216,6 @@ CHECKS: dict[Stage, Callable[[Config], object]] = {
     "monitor": lambda config: read_snapshot(config.monitor),
 }
 """Checks of the inputs that only one stage has."""
-
-CHECKS_AHEAD: dict[Stage, Callable[[Config], object]] = {
-    "audit": lambda config: open_backend(config.backend).audit(locate_checkpoint(config.model.path)),
-}
-"""Checks that only a dry run makes, because the stage itself begins with them."""
 
 PREVIEWS: dict[Stage, Callable[[Config], None]] = {"promote": preview_promotion, "rollback": preview_rollback}
 """Functions of a dry run that print the move of the champion, if all checks succeed."""

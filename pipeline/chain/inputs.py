@@ -5,7 +5,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from pipeline.chain.actions import CHECKS, CHECKS_AHEAD
+from pipeline.chain.actions import CHECKS
 from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
 from pipeline.config.missing import FILES, MODEL, missing_files
@@ -65,8 +65,6 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
     if config.dry:  # requirements of later steps, which a real job checks when it reaches them
         if config.facts.judges:
             yield open_backend(config.backend).check_runs
-        if config.stage in CHECKS_AHEAD:
-            yield partial(CHECKS_AHEAD[config.stage], config)
         if config.tracking.enabled and config.facts.tracked:
             yield partial(_check_tracking, config)
 

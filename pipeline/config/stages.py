@@ -50,7 +50,6 @@ STAGES = {
     "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
     "rollback": StageFacts(tracked=True, needs_registered=True),
     "verify": StageFacts(work="ignored", reads=("bundle",), needs_input=True),
-    "audit": StageFacts(work="ignored"),
     "capacity": StageFacts(plans=True, following=("recommend", "ask which policy has evidence for this use")),
     "recommend": StageFacts(plans=True),
     "all": StageFacts(makes="report", tracked=True, promotes=True, reads=("signing.key",)),

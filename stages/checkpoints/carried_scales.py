@@ -26,20 +26,10 @@ MAX_NUMBERS = 1 << 18
 
 @dataclass(frozen=True)
 class ScaleTensor:
-    file: str
-    name: str
     layer: int
-    within: str
-    """Name within the layer."""
-    letter: str
-    """k, v or kv, from the end of the name: `k_scale`, `k_cache.scale` or `k_proj.output_scale`."""
+    sides: tuple[Side, ...]
+    """Sides of the cache that the scales belong to."""
     values: tuple[float, ...]
-
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        """Sides of the cache that the scales belong to."""
-        projection = re.search(r"\.([kv])_proj\.", f".{self.within}")
-        return SIDES_OF[projection[1] if projection and self.letter != "kv" else self.letter]
 
 
 def scale_tensors(path: Path) -> Iterator[ScaleTensor]:
@@ -72,8 +62,14 @@ def _file_scales(path: Path, file: str) -> Iterator[ScaleTensor]:
                 if dtype not in FLOATS or not 0 < math.prod(shape) <= MAX_NUMBERS:
                     raise refusal(path, f"{file}: {name} is {dtype} of shape {shape}, which is not a scale; correct it")
                 values = tuple(map(float, stored.get_tensor(name).flat))
-                yield ScaleTensor(file, name, int(match[1]), match[2], match[3] or match[4], values)
+                yield ScaleTensor(int(match[1]), _sides(within=match[2], letter=match[3] or match[4]), values)
     except UserError:
         raise
     except (SafetensorError, OSError, ValueError) as error:
         raise refusal(path, f"{file} is not a complete safetensors file ({error}); download it again") from None
+
+
+def _sides(within: str, letter: str) -> tuple[Side, ...]:
+    """Return the sides of a scale: of the projection in its name within the layer, or else of its last letter (k, v or kv)."""
+    projection = re.search(r"\.([kv])_proj\.", f".{within}")
+    return SIDES_OF[projection[1] if projection and letter != "kv" else letter]

@@ -84,14 +84,14 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             )
         absent = INDEX if any(path.glob("*-of-*.safetensors")) else SINGLE
         raise refusal(path, f"no weights, {absent} is missing; download it")
-    names = indexed_files(path)
+    names = _indexed_files(path)
     for name in names:
         if not os.path.lexists(path / name):
             raise refusal(path, f"{INDEX} names {name}, which is missing; download it")
     return names, (INDEX,)
 
 
-def indexed_files(path: Path) -> tuple[str, ...]:
+def _indexed_files(path: Path) -> tuple[str, ...]:
     """Return the names of the safetensors files in the shard index. The files themselves may be missing.
 
     Raises:

@@ -13,11 +13,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from stages.checkpoints.description import CheckpointInfo
 from stages.core.artifact import Artifact, Entry, Recipe
-from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.engines.config import BackendConfig
 from stages.engines.interface import Engine
-from stages.policies.delivery import LayerDelivery
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
 
@@ -86,17 +84,6 @@ class Artifacts(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Audit:
-    """Comparison of a checkpoint's scales with the scales that an engine would load."""
-
-    engine: str
-    """The engine's release, and the form of the checkpoint."""
-    layers: list[LayerDelivery]
-    problems: list[str]
-    """One line for each scale that the engine would skip or fail on."""
-
-
 ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 """Type of activations -> rounding error of a layer's output, relative to its root mean square: twice the type's epsilon."""
 
@@ -142,12 +129,6 @@ class Backend(ABC, Generic[C]):
     @abstractmethod
     def run_parts(self) -> dict[str, object]:
         """Return the JSON values that affect an evaluation's results, other than engine, code and libraries."""
-
-    def audit(self, path: Path) -> Audit:  # noqa: ARG002
-        """Return a checkpoint's scales and the scales that the backend's engine would use. Reads no weights."""
-        raise UserError(
-            f"backend={self.config.name}: does not load scales from a checkpoint; use a backend that does, such as vllm"
-        )
 
     def run_libraries(self) -> tuple[str, ...]:
         """Return the distributions that running needs in addition to `libraries`."""

@@ -1,16 +1,15 @@
-"""Audit of the scales that another library's engine loads from a checkpoint.
+"""Comparison of the scales that another library's engine loads from a checkpoint.
 
 The library may miss scales, use 1.0 instead, or merge several scales into one. An evaluation would then judge a cache that the
 policy does not describe.
 """
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from stages.core.records import Record
-from stages.policies.policy import SIDES, Side
+from stages.policies.policy import Side
 
 Scales = dict[Side, tuple[float, ...]]
 """Static scales of one layer; a side without scales is absent."""
@@ -19,9 +18,6 @@ ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"
 
 MAX_DIFFERENCE = 2.0**-9
 """Relative difference up to which scales are equal: vLLM rounds scales in ModelOpt's form to the model's 16-bit type."""
-
-RANGE = 1e-6, 1e3
-"""Minimum and maximum of plausible calibrated scales. FP8 represents values up to 448 times its scale."""
 
 MESSAGES: dict[ScaleChangeKind, str] = {
     "missing": "the checkpoint lacks it, and {used} is used",
@@ -62,23 +58,6 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
         for side in sorted(static.get(layer, ()))
         if (kind := _kind(scales, side)) is not None
     ]
-
-
-def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
-    """Yield one line for each scale that the engine changed, or that no calibration would produce."""
-    finite_sides = {
-        number: [side for side in SIDES if all(map(math.isfinite, layer.carried.get(side, ())))]
-        for number, layer in enumerate(layers)
-    }
-    for change in scale_changes(layers, finite_sides):
-        yield f"{change.kind}: {change}"
-    for number, layer in enumerate(layers):
-        for side, scales in layer.carried.items():
-            outlier = next((scale for scale in scales if not (math.isfinite(scale) and RANGE[0] <= scale <= RANGE[1])), None)
-            if outlier is not None:
-                yield f"out of range: layer {number} {side}s: {outlier:.4g}, not between {RANGE[0]:g} and {RANGE[1]:g}"
-            elif set(scales) == {1.0}:
-                yield f"defaulted: layer {number} {side}s: the checkpoint carries 1.0 itself, which no calibration produces"
 
 
 def describe_changes(changes: Sequence[ScaleChange]) -> str:

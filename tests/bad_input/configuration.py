@@ -96,8 +96,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
         "capacity.contexts: got 40,000 tokens, 7,232 too many (the model was made for 32,768 tokens)",
     ),
     ("stage=verify", "bundle: stage=verify needs bundle=; give one"),
-    ("stage=audit", "backend=onnxruntime: does not load scales"),
-    ("stage=audit dry=true", "backend=onnxruntime: does not load scales"),
     ("stage=promote dry=true", "stage=promote: no candidates of model tiny"),
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
     ("stage=capacity capacity.tensor_parallel=3",),
@@ -154,7 +152,7 @@ def case(line: str, *expected: str, code: int = 2) -> BadInput:
         arguments,
         expected or arguments[-1:],
         code=code,
-        runs_stage=not {"stage=verify", "stage=audit", "dry=true"}.isdisjoint(arguments),
+        runs_stage=not {"stage=verify", "dry=true"}.isdisjoint(arguments),
     )
 
 

@@ -143,6 +143,7 @@ INDEX = "model.safetensors.index.json"
 NAMES = list(shapes())
 SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("an index without weight_map", with_shards({}), (INDEX, "weight_map")),
+    ("an index with a number as a file", with_shards({"weight_map": {NORM: 5}}), (INDEX, "names 5")),
     ("an index that leaves the directory", with_shards({"weight_map": {NORM: "../x.safetensors"}}), (INDEX, "../x")),
     ("a shard missing", with_shards({"weight_map": {NORM: "c.safetensors"}}), (INDEX, "c.safetensors", "missing")),
     ("an index that swaps shards", with_shards(lambda correct_map: {"weight_map": dict.fromkeys(correct_map, "a.safetensors")

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -94,14 +94,10 @@ class Interpreter:
         """Distinct compute capabilities of all GPUs, sorted."""
         return sorted({device.compute_cap for device in self.devices})
 
-    def is_among(self, releases: Iterable[str]) -> bool:
-        """Return whether the release is one of `releases`, or starts with one of these prefixes."""
-        return any(f"{self.release}.".startswith(f"{release}.") for release in releases)
-
     @property
     def release_warning(self) -> str | None:
         """Warning for a release that the worker was not checked against; None for a checked release."""
-        if self.is_among(self.program.checked_releases):
+        if any(f"{self.release}.".startswith(f"{checked}.") for checked in self.program.checked_releases):
             return None
         checked = ", ".join(self.program.checked_releases)
         return (

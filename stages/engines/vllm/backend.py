@@ -16,7 +16,7 @@ from stages.checkpoints.quantized import Quantized
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.memory import GIB
 from stages.core.strict import StrictModel
-from stages.engines.backend import ROUNDING, Audit, Job
+from stages.engines.backend import ROUNDING, Job
 from stages.engines.bundle import read_scales
 from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter import protocol
@@ -24,10 +24,8 @@ from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, cannot_hold, resolve
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
-from stages.engines.vllm.audit import AUDITED_RELEASES, PAIRED, SEPARATE
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
-from stages.policies.delivery import scale_findings
 from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE
@@ -151,24 +149,13 @@ def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
         )
 
 
-def check_own_scales(policy: KVPolicy, quantized: Quantized, audit: Audit | None) -> None:
-    """Raise UserError if vLLM does not support the policy with these quantized weights, or would not use their scales.
-
-    `audit` is None if the audit's rules do not apply to the release.
-    """
+def check_quantized(policy: KVPolicy, quantized: Quantized) -> None:
+    """Raise UserError if vLLM does not support the policy with these quantized weights."""
     scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
-    if scaled and quantized.method not in (*SEPARATE, *PAIRED):
+    if scaled and quantized.method not in ("compressed-tensors", "modelopt"):
         raise UserError(f"kv={policy.name}: vLLM reads no cache scales with {quantized.title}; choose kv=fp8_e5m2")
-    if policy.key.dtype == "fp8_e5m2" and quantized.method in PAIRED:
+    if policy.key.dtype == "fp8_e5m2" and quantized.method == "modelopt":
         raise UserError(f"kv={policy.name}: vLLM does not support E5M2 with {quantized.title}; choose kv=fp8")
-    if audit is None or not scaled or not any(layer.carried for layer in audit.layers):
-        return
-    findings = [*scale_findings(audit.layers), *audit.problems]
-    if findings:
-        raise UserError(
-            f"model.path: vLLM would not use the cache's scales of this checkpoint: {findings[0]}; correct or remove "
-            "them; stage=audit lists all"
-        )
 
 
 def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
@@ -270,33 +257,11 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
         check_boundaries(job.policy, dtype, checkpoint.shape.layers)
         self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
         if checkpoint.quantized is not None:
-            audit = self.audit(checkpoint.path) if self._is_audited() else None
-            check_own_scales(job.policy, checkpoint.quantized, audit)
+            check_quantized(job.policy, checkpoint.quantized)
         check_split(config.tensor_parallel_size, checkpoint.q_heads, checkpoint.shape.kv_heads)
         refuse_dtype(job.policy, dtype, self.interpreter)
         if job.judges:
             check_judging(config, self.interpreter)
-
-    def _is_audited(self) -> bool:
-        """Return whether the audit's rules apply to the installed release."""
-        return self.interpreter.is_among(AUDITED_RELEASES)
-
-    def warnings(self, info: CheckpointInfo) -> list[str]:
-        """Return the inherited warnings, and one if the scales of quantized weights were not audited."""
-        warnings = super().warnings(info)
-        if info.quantized is not None and not self._is_audited():
-            warnings.append(
-                f"warning: the scales of this checkpoint were not audited: the rules are those of vLLM "
-                f"{' and '.join(AUDITED_RELEASES)}, not of {self.interpreter.release}; the evaluation compares the loaded "
-                "scales"
-            )
-        return warnings
-
-    def audit(self, path: Path) -> Audit:
-        """Return the scales that vLLM would load, computed from its rules; vLLM need not be installed."""
-        from stages.engines.vllm.audit import audit
-
-        return audit(path)
 
     def build_parts(self) -> dict[str, object]:
         """Return the inherited parts and the platform, for which vLLM resolves its arguments."""

@@ -1,4 +1,4 @@
-"""Facts about the names and rules in vLLM's sources that kvgate relies on, per release, in contract/facts/vllm.json.
+"""Facts about the names in vLLM's sources that kvgate relies on, per release, in contract/facts/vllm.json.
 
 To add a release, unpack its source distribution and run this script; it neither imports nor builds vLLM:
 
@@ -6,7 +6,6 @@ To add a release, unpack its source distribution and run this script; it neither
 """
 
 import ast
-import hashlib
 import json
 import re
 import sys
@@ -16,7 +15,6 @@ from typing import Any
 
 FACTS = Path(__file__).resolve().parents[2] / "contract" / "facts" / "vllm.json"
 
-LAYERS = "model_executor/layers"
 CALLED = {
     "engine/arg_utils.py": ("EngineArgs.create_engine_config",),
     "entrypoints/llm.py": ("LLM.__init__",),
@@ -28,26 +26,6 @@ CALLED = {
     "v1/sample/logits_processor/__init__.py": ("AdapterLogitsProcessor.new_req_logits_processor",),
 }
 """Functions that the worker calls, overrides or replaces."""
-RULES = {
-    f"{LAYERS}/quantization/kv_cache.py": (
-        "BaseKVCacheMethod.create_weights",
-        "BaseKVCacheMethod.process_weights_after_loading",
-    ),
-    f"{LAYERS}/quantization/compressed_tensors/compressed_tensors.py": (
-        "CompressedTensorsKVCacheMethod.validate_kv_cache_scheme",
-        "CompressedTensorsKVCacheMethod.create_weights",
-        "CompressedTensorsKVCacheMethod.process_weights_after_loading",
-    ),
-    f"{LAYERS}/quantization/base_config.py": ("QuantizationConfig.get_cache_scale_mapper",),
-    f"{LAYERS}/quantization/fp8.py": ("Fp8Config.get_cache_scale_mapper",),
-    f"{LAYERS}/quantization/quark/quark.py": ("QuarkConfig.get_cache_scale_mapper",),
-    f"{LAYERS}/attention/attention.py": ("set_default_quant_scales",),
-    "model_executor/model_loader/weight_utils.py": ("maybe_remap_kv_scale_name",),
-    "v1/sample/sampler.py": ("Sampler.apply_logits_processors",),
-}
-"""Functions whose rules stages/engines/vllm/audit.py and the worker reimplement."""
-
-
 SAMPLING = ("temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "extra_args")
 """Sampling parameters that the worker's requests set."""
 
@@ -72,13 +50,11 @@ def facts(source: Path) -> dict[str, Any]:
     arguments = dict(_definitions(source / "engine/arg_utils.py"))["EngineArgs"]
     sampling = dict(_definitions(source / "sampling_params.py"))["SamplingParams"]
     called = {name: _parameters(node) for name, node in _named(source, CALLED)}
-    rules = {name: _digest(node) for name, node in _named(source, RULES)}
     return {
         "CacheDType": _literals(source / "config/cache.py", "CacheDType"),
         "EngineArgs": sorted(engine_arguments() & set(_fields(arguments))),
         "SamplingParams": sorted(set(SAMPLING) & set(_fields(sampling))),
         "called": called,
-        "rules": rules,
     }
 
 
@@ -106,16 +82,6 @@ def _fields(node: ast.ClassDef) -> list[str]:
 
 def _parameters(node: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-
-
-def _digest(node: ast.FunctionDef) -> str:
-    """Return a digest of the function's statements, without docstrings."""
-    body = [
-        statement
-        for statement in node.body
-        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
-    ]
-    return hashlib.sha256("".join(map(ast.dump, body)).encode()).hexdigest()[:16]
 
 
 def _literals(path: Path, name: str) -> list[str]:

@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,13 +18,15 @@ import stages.engines.interpreter
 import stages.engines.vllm
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.quantized import Quantized
-from stages.core.errors import MissingRequirement, UserError
-from stages.engines.backend import Audit, Job
+from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.engines.backend import Job
+from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Interpreter, inspect_interpreter
 from stages.engines.vllm.backend import (
     PROGRAM,
     VllmBackend,
     VllmDescription,
+    VllmFacts,
     cache_dtype,
     check_boundaries,
     check_judging,
@@ -34,9 +35,12 @@ from stages.engines.vllm.backend import (
     refuse_dtype,
     skipped_layers,
 )
+from stages.engines.vllm.checkpoint import write_checkpoint
 from stages.engines.vllm.engine import EVALUATION_ARGS, VllmEngine
-from stages.policies.delivery import LayerDelivery
-from stages.policies.policy import SIDES, KVPolicy, KVShape
+from stages.evaluate.measure import audit_scales, measure
+from stages.policies.delivery import ScaleChange
+from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import KVScales, SideScales
 
 EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 
@@ -132,22 +136,57 @@ def test_quantized_weights_are_refused_without_an_interpreter(tiny_checkpoint: P
         VllmBackend(config_of("vllm", "/nowhere")).check_inputs(job)
 
 
-@pytest.mark.parametrize(("release", "audited"), [("0.26.0", False), ("0.32.1", True)])
-def test_scales_are_refused_only_on_audited_releases(
-    release: str, audited: bool, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "kv", "message"),
+    [
+        ("awq", "fp8", r"^kv=fp8: vLLM reads no cache scales with these weights; choose kv=fp8_e5m2"),
+        ("modelopt", "fp8_e5m2", r"^kv=fp8_e5m2: vLLM does not support E5M2 with these weights; choose kv=fp8"),
+    ],
+)
+def test_a_cache_that_vllm_would_not_use_with_quantized_weights_is_refused(
+    method: str, kv: str, message: str, tiny_checkpoint: Path
 ) -> None:
-    installed = interpreter(release=release, cache_dtypes=["fp8_e4m3"])
-    skipped = Audit("vLLM", [LayerDelivery(dict.fromkeys(SIDES, (0.5,)), dict.fromkeys(SIDES, (1.0,)))], ["layer 0: skipped"])
-    monkeypatch.setattr(VllmBackend, "interpreter", installed)
-    monkeypatch.setattr(VllmBackend, "audit", lambda *_: skipped)
-    backend = VllmBackend(config_of("vllm", "python"))
-    weights = Quantized("compressed-tensors", "compressed-tensors FP8", (), "exact")
+    weights = Quantized(method, "these weights", (), "exact")
     info = replace(inspect_checkpoint(tiny_checkpoint), quantized=weights)
-    with pytest.raises(UserError, match=r"^model\.path: vLLM would not use") if audited else nullcontext():
-        backend.check_inputs(Job(SHIPPED["fp8"], "none", info))
-    assert [line[:44] for line in backend.warnings(info)] == (
-        [] if audited else ["warning: the scales of this checkpoint were "]
-    )
+    with pytest.raises(UserError, match=message):
+        VllmBackend(config_of("vllm", "/nowhere")).check_inputs(Job(SHIPPED[kv], "none", info))
+
+
+CARRIED = {Side.KEY: 0.5, Side.VALUE: 0.25}
+SOUND = {"key": [0.5], "value": [0.25]}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "refused"),
+    [
+        ({"key": [1.0], "value": [1.0]}, r"2 defaulted \(layer 1 keys: 0\.5 became the default, 1\.0\)"),
+        ({"key": [0.25], "value": [0.5]}, r"2 swapped \(layer 1 keys: 0\.5 is used for the other side"),
+        ({"key": [0.5], "value": [0.5]}, r"1 merged \(layer 1 values: 0\.25 was merged"),
+        ({"key": [0.5], "value": [0.3]}, r"1 changed \(layer 1 values: 0\.25 became 0\.3\)"),
+    ],
+)
+def test_an_evaluation_refuses_scales_that_vllm_did_not_load(
+    loaded: dict[str, list[float]], refused: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The scales that the worker reports are compared with the checkpoint's, before any sample is scored."""
+    info, nothing = inspect_checkpoint(tiny_checkpoint), cast(Any, None)
+    scales = KVScales(layers=({side: SideScales(scale=(scale,)) for side, scale in CARRIED.items()},) * info.shape.layers)
+    write_checkpoint(info, tmp_path / CHECKPOINT, SHIPPED["fp8"], scales)
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine.policy, engine.shape, engine._bundle = SHIPPED["fp8"], info.shape, tmp_path
+    engine._record, engine._scales = SimpleNamespace(kv_scales_in_checkpoint=True), scales
+
+    def compare(scales: list[dict[str, list[float]]]) -> list[ScaleChange] | None:
+        engine._facts = VllmFacts.model_validate({"scales": scales, "block_tokens": 64, "block_bytes": 1})
+        return audit_scales(engine, ())
+
+    sound = [SOUND] * info.shape.layers
+    assert compare(sound) == []
+    lost = [SOUND, loaded, *sound[2:]]
+    with pytest.raises(GateRefusal, match=refused):
+        compare(lost)
+    with pytest.raises(GateRefusal, match="the engine does not use the scales of its checkpoint"):
+        measure(engine, [], nothing, tmp_path, config=nothing, progress=nothing)
 
 
 def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
