@@ -35,7 +35,6 @@ RECORDS = {
         "stages.core.files.STORE_FILE": "the version of the store's layout, in `artifacts/`",
         "pipeline.chain.planning.CAPACITY": "the memory and the requests of every policy, by `stage=capacity`",
         "pipeline.chain.planning.RECOMMENDATION": "the policies with evidence for a use, by `stage=recommend`",
-        "stages.planning.tune_records.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
     },
     "of an engine": {
         "stages.engines.bundle.BUNDLE_FILE": "the engine's sources, target device and limits",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 from pipeline.chain.job_run import Run
-from pipeline.chain.planning import recommend_policy, show_capacity, tune
+from pipeline.chain.planning import recommend_policy, show_capacity
 from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
@@ -199,7 +199,6 @@ ACTIONS: dict[Stage, Callable[[Run], None]] = {
     "build": build,
     "evaluate": evaluate,
     "all": evaluate,
-    "tune": tune,
     "promote": promote,
     "rollback": rollback,
     "verify": verify,

@@ -1,7 +1,6 @@
 """The steps from a checkpoint to an engine. Each step makes an artifact from earlier ones, or reuses it from the store."""
 
 import json
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,14 +11,12 @@ from typing import Any
 from pipeline.cli import console
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
-from pipeline.config.policies import tuned_policies
 from pipeline.store.store import Store
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
-from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.child import run_in_child
-from stages.core.digest import file_digest, files_digest, json_digest
+from stages.core.digest import file_digest, files_digest
 from stages.core.errors import UserError
 from stages.core.memory import collect_memory
 from stages.core.threads import in_threads
@@ -27,8 +24,8 @@ from stages.engines.backend import TORCH, Artifacts, Backend, open_backend
 from stages.engines.config import BackendConfig
 from stages.engines.torch.config import TorchConfig
 from stages.policies.formats import Rotation
-from stages.policies.policy import KVPolicy, KVShape
-from stages.policies.scales import SCALES_FILE, KVScales
+from stages.policies.policy import KVPolicy
+from stages.policies.scales import SCALES_FILE
 
 MODELOPT = (*TORCH, "nvidia-modelopt")
 
@@ -81,11 +78,6 @@ class EngineSteps(Artifacts):
     def checkpoint(self) -> Path:
         """The directory of the user's checkpoint, or the checkpoint that a GGUF was converted to."""
         return self._converted.path if self._converted is not None else self.source_path
-
-    @property
-    def shape(self) -> KVShape:
-        model_path = self.source_path
-        return inspect_gguf(model_path).info.shape if model_path.is_file() else inspect_checkpoint(model_path).shape
 
     @cached_property
     def checkpoint_digest(self) -> str:
@@ -200,43 +192,6 @@ class EngineSteps(Artifacts):
     def reference_config(self) -> TorchConfig:
         threads = getattr(self.config.backend, "threads", None)
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
-
-    def tuned(self) -> Artifact:
-        """Return the artifact of stage=tune: the result of the search for policies with fewer bytes."""
-        options = self.config.tune
-        texts = self.config.calibration.file
-        weights = self.weights()
-        policies = tuned_policies(self.config, self.shape)
-        quantized = [self.quantized(policy) for policy in policies]
-        inputs = {"checkpoint": weights.digest_under("checkpoint")}
-        if texts is not None:
-            inputs["jsonl"] = self.digest_of(texts)
-        inputs |= {
-            f"scales {policy.name}": artifact.files[SCALES_FILE] for policy, artifact in zip(policies, quantized, strict=True)
-        }
-        content = {
-            "tune": options.model_dump(exclude={"policies"}),
-            "seed": self.config.seed,
-            "python": platform.python_version(),  # some workloads quote this Python's documentation
-            "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
-        }
-        recipe = Recipe("tune", ("stages.planning.tune_search",), content, inputs, (*TORCH, "numpy", "scipy"))
-        with self.making(recipe, resumable=True) as entry:
-            if entry.artifact is None:
-                from stages.planning.tune_search import tune
-
-                scales = [KVScales.model_validate_json((artifact.path / SCALES_FILE).read_bytes()) for artifact in quantized]
-                tune(
-                    weights.path / "checkpoint",
-                    entry.scratch,
-                    jsonl=texts,
-                    seed=self.config.seed,
-                    uniform=list(zip(policies, scales, strict=True)),
-                    config=options,
-                    threads=self.reference_config.threads,
-                    progress=entry.progress,
-                )
-        return entry.made
 
     def _texts(self) -> list[str]:
         texts: list[str] = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))

@@ -9,7 +9,6 @@ from pipeline.chain.actions import CHECKS
 from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
 from pipeline.config.missing import FILES, MODEL, missing_files
-from pipeline.config.policies import tuned_policies
 from pipeline.registry import summary
 from pipeline.registry.store_errors import check_reachable
 from pipeline.registry.tracking import locate
@@ -100,14 +99,11 @@ def _check_model(config: Config, opened: set[Path]) -> None:
     if facts.builds and limit is not None:
         _check_context(config, checkpoint, f"backend.{config.backend.length_key}={limit}", limit)
     refuse_weights(checkpoint, config.weights.format)
-    if facts.makes == "tuned":
-        tuned_policies(config, checkpoint.shape)
     if facts.judges:
         _check_lengths(config, checkpoint)
     if is_folder:
         tensors_on_disk(checkpoint)
-    if facts.makes != "tuned":
-        check_room(config.work, config.workdir, weight_bytes(checkpoint))
+    check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():
         samples = _check_questions(config, checkpoint)
         job = Job(config.kv, config.weights.format, checkpoint, builds=facts.builds, judges=facts.judges)

@@ -76,8 +76,6 @@ class Run:
                 return self.engine_steps.exports(self.config.kv)
             case "bundle":
                 return self.engine_steps.bundle(self.config.kv)
-            case "tuned":
-                return self.engine_steps.tuned()
             case "report":
                 return self.verdict_steps.report()
         raise ValueError(f"stage={self.config.stage} makes no artifacts")

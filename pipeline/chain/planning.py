@@ -1,10 +1,8 @@
-"""The stages that plan: the capacity of a memory budget, the policy to choose, and the search for policies.
+"""The stages that plan: the capacity of a memory budget, and the policy to choose.
 
 Nothing is judged or promoted.
 """
 
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +13,10 @@ from pipeline.chain import suggesting
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.job_run import Run
 from pipeline.cli import console, next_steps, tables
-from pipeline.cli.grids import Column, Grid
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.config.override_syntax import written
-from pipeline.config.policies import labelled, policy_yaml
+from pipeline.config.policies import labelled
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence
 from pipeline.evidence.verify import replay_record, requested_workloads
@@ -35,7 +32,6 @@ from stages.core.files import write_atomically
 from stages.engines.backend import Job, open_backend
 from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, recommend
-from stages.planning.tune_records import TUNE_FILE, TuneReport
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
@@ -43,8 +39,6 @@ from stages.workloads.config import WorkloadsConfig
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of stage=capacity and stage=recommend."""
-TUNED = "tuned"
-"""Folder in the work directory with the policies that stage=tune found and their record, for use as --config-dir."""
 
 
 def show_capacity(run: Run) -> None:
@@ -229,58 +223,3 @@ def _find_mismatch(config: Config, model: KVShape, files: dict[str, str], eviden
         if judged != configured:
             return f"it was judged with {name}{judged}, not {configured}"
     return None
-
-
-def tune(run: Run) -> None:
-    """Search for policies, store the tuned ones for later commands, and print a table of all measured policies."""
-    artifact, shape = run.make(), run.engine_steps.shape
-    report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
-    folder = run.config.work / TUNED
-    _keep_tuned(report, artifact.path, folder)
-    console.say("")
-    console.show("tuned", tuned_table(report, shape))
-    if report.chosen is None:
-        quantized = [entry for entry in report.measured if entry.policy.quantized]
-        distances = [(entry.kl, entry.policy.name) for entry in quantized if entry.kl is not None]
-        closest = "the smallest is {:.1e}, of {}".format(*min(distances)) if distances else "none has a finite KL"
-        raise GateRefusal(
-            f"tune.max_kl={report.max_kl:g}: no policy with fewer bytes than fp16 has a KL this small; {closest}; raise "
-            "tune.max_kl, or add finer formats to tune.policies"
-        )
-    chosen = next(entry for entry in report.measured if entry.policy.name == report.chosen)
-    console.say("")
-    console.say(console.Styled("bold", report.chosen, f" has the fewest bytes within tune.max_kl={report.max_kl:g}"))
-    options = folder if chosen.origin != "uniform" else None
-    next_steps.after_tuning(run.config, report.chosen, options, run.arguments).show()
-
-
-def _keep_tuned(report: TuneReport, artifact: Path, folder: Path) -> None:
-    """Replace an earlier search's folder with the policies of this search."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{TUNED}-", dir=folder.parent) as scratch:
-        new = Path(scratch) / TUNED
-        (new / "kv").mkdir(parents=True)
-        for entry in report.measured:
-            if entry.origin == "uniform":
-                continue
-            size = f"{entry.bytes_per_token} bytes per token"
-            comment = f"Found by stage=tune: {size}, mean KL {entry.kl:.1e} on the texts that chose it."
-            (new / "kv" / f"{entry.policy.name}.yaml").write_text(policy_yaml(entry.policy, comment), encoding="utf-8")
-        shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        new.rename(folder)
-
-
-def tuned_table(report: TuneReport, shape: KVShape) -> Grid:
-    columns = (
-        tables.POLICY,
-        Column("bytes_per_token", "bytes/\ntoken"),
-        Column("bits_per_number", "bits/\nnumber", ".2f"),
-        Column("kl", "mean\nKL", ".1e"),
-    )
-    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    measured = sorted(report.measured, key=lambda entry: -entry.bytes_per_token)
-    rows = [[entry.policy.name, entry.bytes_per_token, 8 * entry.bytes_per_token / numbers, entry.kl] for entry in measured]
-    title = f"Mean KL from the FP16 cache on {report.tokens['check']:,} scored tokens, on the texts that chose the mixes"
-    return Grid(title, columns, rows, {str(report.chosen): "bold"})

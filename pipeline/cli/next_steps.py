@@ -26,7 +26,7 @@ from pipeline.config.stages import StageFacts
 from stages.core.errors import CannotBeJudged
 from stages.core.streams import program_name
 from stages.engines.config import BackendConfig, InterpreterConfig
-from stages.policies.policy import KVShape
+from stages.policies.policy import FP16_POLICY, KVShape
 from stages.verdict.candidate import Candidate, is_blind
 from stages.workloads.config import LONG
 
@@ -156,14 +156,6 @@ def after_promotion(config: Config, engine: Path) -> NextStep:
     return NextStep("verify the engine that serves", command_line(trusted, "stage=verify", bundle))
 
 
-def after_tuning(config: Config, chosen: str, folder: Path | None, base: Sequence[str]) -> NextStep:
-    """Return the step that judges the chosen policy, from the configuration folder `folder` or, if None, from conf/."""
-    arguments = [part for part in base or carried(config) if not part.lstrip("+~").startswith("tune.")]
-    if folder is not None and f"--config-dir={folder}" not in arguments:
-        arguments = [f"--config-dir={folder}", *arguments]
-    return NextStep(f"judge {chosen}", command_line(arguments, "stage=evaluate", f"kv={chosen}"))
-
-
 def after_judging(
     config: Config,
     candidates: Sequence[Candidate],
@@ -254,13 +246,16 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
 
 
 def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
-    """Return a step that judges the next policy with more bytes than every judged policy, or else searches formats by layer."""
+    """Return a step that judges the next policy with more bytes than every judged policy, or says how to keep more."""
     shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
     largest = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
     ladder = load_policies("kv", config.backend.finer)
     finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > largest and policy.name not in names), None)
     if finer is None:
-        return NextStep("no finer uniform policy is left: search formats by layer and side", stage_command(config, "tune"))
+        if largest >= FP16_POLICY.bytes_per_token(SHAPE):
+            return NextStep("no finer policy is left")
+        place = "docs/policies.md#change-a-policy-on-the-command-line"
+        return NextStep(f"stay with kv=fp16, or keep single layers in 16 bits with kv.overrides ({place})")
     still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
     # The earlier attempts judged other candidates, so counting starts again.
     attempt = ["gates.attempt=1"] if config.gates.attempt > 1 else []

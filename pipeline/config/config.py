@@ -17,7 +17,6 @@ from stages.core.redaction import holds_secret
 from stages.core.strict import CONTROLS, PathText, StrictModel, absolute_path
 from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.capacity import CapacityConfig
-from stages.planning.tune_records import TuneConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
 from stages.verdict.thresholds import Thresholds
@@ -181,7 +180,6 @@ class Config(StrictModel):
     calibration: CalibrationConfig
     workloads: WorkloadsConfig
     gates: Thresholds
-    tune: TuneConfig
     capacity: CapacityConfig
     """Intended use that stage=capacity and stage=recommend plan for; other stages ignore it."""
     monitor: MonitorConfig
@@ -193,7 +191,7 @@ class Config(StrictModel):
     prune: Annotated[PruneConfig, Field(exclude=True)]
     """Retention of sweeps. It affects no artifact and no verdict, so it is not tracked."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
-    """Seed of samples, calibration texts and searches."""
+    """Seed of samples and calibration texts."""
     workdir: PathText
     """Directory of all artifacts."""
     log: Literal["human", "json", "quiet"]

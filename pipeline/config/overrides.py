@@ -46,10 +46,7 @@ LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 LAUNCHER_KEYS = "hydra.launcher."
 BASIC = "basic"
 """Hydra's launcher that runs the jobs sequentially in this process."""
-NO_NUMBER = (
-    "a job ends with a verdict, not with a number to minimize; search formats with stage=tune, or list the candidates, "
-    "as in -m kv=fp8,int8"
-)
+NO_NUMBER = "a job ends with a verdict, not with a number to minimize; list the candidates, as in -m kv=fp8,int8"
 """Reason why other sweepers are refused, and the alternative."""
 EXTRAS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit", "ray": "ray"}
 """Launcher -> kvgate's extra that installs it; the extra has the name of the library."""

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from pipeline.config import CONF
-from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.override_syntax import differing
 from stages.core.errors import UserError
-from stages.planning.tune_records import check_uniform
-from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.policy import KVPolicy
 
 
 def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
@@ -46,16 +44,3 @@ def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
         changes = differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))
         policies.append((" ".join([policy.name, *changes]), policy))
     return policies
-
-
-def policy_yaml(policy: KVPolicy, comment: str) -> str:
-    return f"# {comment}\n{OmegaConf.to_yaml(OmegaConf.create(policy.model_dump(mode='json')))}"
-
-
-def tuned_policies(config: Config, shape: KVShape) -> list[KVPolicy]:
-    """Return the uniform policies that the search combines by layer. Raises UserError if they do not fit the model."""
-    uniform = load_policies("tune.policies", config.tune.policies)
-    for policy in uniform:
-        check_uniform(policy)
-        policy.check_shape(shape)
-    return uniform

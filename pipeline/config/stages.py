@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 class StageFacts:
     """Properties of a stage."""
 
-    makes: Literal["exports", "bundle", "tuned", "report"] | None = None
+    makes: Literal["exports", "bundle", "report"] | None = None
     """Last artifact made from a checkpoint."""
     plans: bool = False
     """Whether it plans memory for every policy at once."""
@@ -53,7 +53,6 @@ STAGES = {
     "capacity": StageFacts(plans=True, following=("recommend", "ask which policy has evidence for this use")),
     "recommend": StageFacts(plans=True),
     "all": StageFacts(makes="report", tracked=True, promotes=True, reads=("signing.key",)),
-    "tune": StageFacts(makes="tuned"),
     "route": StageFacts(tracked=True, needs_registered=True, reads=("routing.routes", "routing.rollback"), needs_input=True),
     "monitor": StageFacts(tracked=True, needs_registered=True, reads=("monitor.snapshot",), needs_input=True),
     "status": StageFacts(tracked=True, work="read"),

@@ -23,7 +23,6 @@ BAD_VALUES = {
     """,
     "-m": "seed=range(0,100000000) seed=choice() kv=fp8,int8,fp8",
     "stage=capacity": "capacity.gpu_gib=0 capacity.shared_prefix_tokens=99999",
-    "stage=tune": "tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=[../kv/fp8,fp16]",
     "backend=tensorrt_rtx": "backend.compute_capabilities=[90]",
     "backend=trtllm": "backend.serving.enable_block_reuse=3",
 }
@@ -68,7 +67,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("model.path=/a,/b", "model.path=/a,/b: several values need a sweep; add -m", "'model.path=\"/a,/b\"'"),
     ("workdir=/data/what?", "workdir=/data/what?: MLflow", "give another path"),
     ("hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs", "choose hydra/launcher"),
-    ("hydra/sweeper=optuna", "hydra/sweeper=optuna", "stage=tune"),
+    ("hydra/sweeper=optuna", "hydra/sweeper=optuna", "list the candidates"),
     ("--config-dir nowhere", "--config-dir=nowhere", "no such directory"),
     ("--frobnicate",),
     ("--model l8b", "--model: keys have no dashes; did you mean model=l8b or model.path=l8b?"),
@@ -83,7 +82,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ),
     ("kv.overrides=3", "kv.overrides: must be a list (got 3); give a list: 'kv.overrides=[3]'"),
     ("workloads.rounds=[]", "workloads.rounds: must not be empty (got [])"),
-    ("stage=tune tune.policies=[]", "tune.policies: must have at least 2 items (got [])"),
     ("workloads.load=3", "workloads.load: must be a mapping of keys to values (got 3)"),
     ("-m seed=range(3,0)", "seed=range(3,0): has no values; list the values to sweep"),
     ("-m kv=glob(zz*)", "kv=glob(zz*): there is no such option; list the values to sweep"),
@@ -100,7 +98,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
     ("stage=capacity capacity.tensor_parallel=3",),
     ("stage=capacity capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
-    ("stage=tune tune.policies=[fp16,int4_sinks]", "tune.policies=int4_sinks: keeps some tokens or layers"),
     ("backend=torch backend.device=cpu backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "reference"),
     ("backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "ONNX Runtime", "backend=tensorrt_rtx"),
     (

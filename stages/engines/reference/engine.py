@@ -34,8 +34,6 @@ from stages.engines.reference.cache import LayerCache, LayerStorage, layer_stora
 from stages.engines.reference.formats import CPU, rotate
 from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import (
-    LayerInput,
-    capture_layer_input,
     head,
     hidden_states,
     round_inputs,
@@ -163,22 +161,13 @@ class TorchEngine(ChunkedEngine):
         logits: Logits = self._logits(hidden[:, -1:])[:, 0]
         return logits
 
-    def forced(self, tokens: Sequence[int], first: int, known: LayerInput | None = None) -> Logits:
-        """Return the logits as in `SupportsForced`. `known` is a layer's input; all earlier layers are skipped."""
-        self._check_forced(tokens, first)
-        return self._one_pass(tokens, first, known)
-
-    def layer_input(self, tokens: Sequence[int], first: int, layer: int, known: LayerInput | None = None) -> LayerInput:
-        """Return the input (1, len(tokens), hidden) of a layer when `forced` computes these tokens."""
-        with capture_layer_input(self.model, layer) as inputs:
-            self._one_pass(tokens, first, known)
-        return inputs[0]
-
     @torch.inference_mode()
-    def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
+    def forced(self, tokens: Sequence[int], first: int) -> Logits:
+        """Return the logits as in `SupportsForced`."""
+        self._check_forced(tokens, first)
         fed = Fed(tokens, [(first, False), (len(tokens) - first, True)])
         spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
-        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._one_pass_view(spans)], known)
+        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._one_pass_view(spans)])
         logits: Logits = self._logits(hidden[:, first:])[0]
         return logits
 
@@ -283,14 +272,12 @@ class TorchEngine(ChunkedEngine):
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
         return plan_blocks(self.policy, spans, row_bytes, set(self.shape.windows) or {None}, self.device)
 
-    def _hidden(
-        self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
-    ) -> Tensor:
+    def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any]) -> Tensor:
         """Return the last layer's normalized hidden states, (B, S, hidden)."""
         ids_BS = torch.tensor([list(row) for row in ids]).to(self.device)
         with within_memory(self.device):
             hidden = hidden_states(
-                self.model, ATTENTION, ids_BS, positions.to(self.device), known, views=views, prepare=self._llamacpp_preparation
+                self.model, ATTENTION, ids_BS, positions.to(self.device), views=views, prepare=self._llamacpp_preparation
             )
         for view in views:
             view.check()

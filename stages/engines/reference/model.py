@@ -1,7 +1,6 @@
 """Runs transformers' causal language model, for both engines of backend=torch."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,8 @@ def round_inputs(model: Any) -> None:
         model.get_submodule(name).register_forward_pre_hook(rounded)
 
 
-@dataclass(frozen=True)
-class LayerInput:
-    """The input of a layer, computed by the earlier layers."""
-
-    layer: int
-    states: Tensor
-    """(B, S, hidden)."""
-
-
 class _FixedResult(torch.nn.Module):
-    """A module that replaces a layer, or all layers, and returns a fixed result."""
+    """A module that replaces all layers and returns a fixed result."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -69,24 +59,7 @@ class _FixedResult(torch.nn.Module):
         return self.result
 
 
-@contextmanager
-def capture_layer_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
-    """Yield a list that receives the input of a layer when the model runs."""
-    inputs: list[LayerInput] = []
-
-    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(LayerInput(layer, args[0] if args else kwargs["hidden_states"]))
-
-    hook = model.model.layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        yield inputs
-    finally:
-        hook.remove()
-
-
-def hidden_states(
-    model: Any, attention: str, ids: Tensor, positions: Tensor, known: LayerInput | None = None, **options: Any
-) -> Tensor:
+def hidden_states(model: Any, attention: str, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
     """Run the model's layers.
 
     Args:
@@ -94,23 +67,18 @@ def hidden_states(
         attention: Name of an attention function that is registered with transformers' AttentionInterface.
         ids: Token ids (B, S).
         positions: Positions of the tokens (B, S).
-        known: Input of a layer; the layers before it are skipped.
         options: Keyword arguments for the attention function.
 
     Returns:
         The last layer's normalized hidden states, (B, S, hidden).
     """
-    config, layers = model.config, model.model.layers
+    config = model.config
     configured = config._attn_implementation
     config._attn_implementation = attention
-    if known is not None:
-        # The layers keep their indices: a model looks up windows and rotary bases by index.
-        skipped = [_FixedResult(known.states) for _ in range(known.layer)]
-        model.model.layers = torch.nn.ModuleList([*skipped, *layers[known.layer :]])
     try:
         out = model.model(input_ids=ids, position_ids=positions, use_cache=False, **options)
     finally:
-        config._attn_implementation, model.model.layers = configured, layers
+        config._attn_implementation = configured
     hidden: Tensor = out.last_hidden_state
     return hidden
 

@@ -189,14 +189,6 @@ def stored_logprobs(path: Path) -> LogProbsReader:
     return lambda name: SampleLogProbs(*(file.get_tensor(f"{name}/{array}") for array in LOGPROB_ARRAYS))
 
 
-def kl_from_logprobs(baseline: LogProbs, candidate: Distributions, row: int) -> float:
-    """Return the KL of the candidate's row from the baseline's log-probabilities in nats; NaN if a logit is not finite."""
-    if not candidate.finite[row]:
-        return float("nan")
-    logq, rest_q, _ = candidate.split(row, baseline.tokens)
-    return _kl(baseline, logq, rest_q)
-
-
 def _kl(baseline: LogProbs, logq: Array, rest_q: float) -> float:
     """Return the KL. `logq` (K): the candidate's log-probabilities of the kept tokens; `rest_q`: its mass of all others."""
     logp = baseline.logp.astype(np.float64)

@@ -101,7 +101,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
             if kv != "int8_tensor":
                 ground.command("stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
         judge(work, ground.store, LAST, "fp8k_int4v")
-        make_artifact(Store(ground.artifacts), Recipe("tune", (), {}, {}), write_one)
+        make_artifact(Store(ground.artifacts), Recipe("extremes", (), {}, {}), write_one)
     return ground
 
 
@@ -237,10 +237,10 @@ def test_nothing_is_removed_if_it_is_unknown_what_serves(ground: Ground, copied:
 
 
 def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
-    assert any(piece.kind == "tune" for piece in copied.plan().removable)
+    assert any(piece.kind == "extremes" for piece in copied.plan().removable)
     summary.note(copied.work, "20260108-000000-1-h", names=("fp8", "int8"), began=time.time() - 3600)
     assert copied.plan().removable == (), "everything was made within this hour"
-    assert any(piece.kind == "tune" for piece in copied.plan("prune.keep_sweeps=0").removable)
+    assert any(piece.kind == "extremes" for piece in copied.plan("prune.keep_sweeps=0").removable)
 
 
 @pytest.mark.parametrize(

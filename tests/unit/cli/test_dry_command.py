@@ -26,7 +26,6 @@ OF_STAGES: dict[str, list[str]] = {
     "verify": ["bundle={identity}"],
     "route": ["routing.routes={{copy: fp8}}"],
     "monitor": ["monitor.snapshot={snapshot}"],
-    "tune": ["tune.policies=[fp16,fp8]"],
 }
 """Required arguments by stage."""
 

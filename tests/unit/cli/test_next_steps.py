@@ -95,7 +95,6 @@ def candidate(
         (["kv=fp8", "tracking=none"], {"fp8": "PASS"}, False, "evaluate", "fp8"),  # it must be registered first
         (["kv=int4_tensor"], {"int4_tensor": "FAIL"}, False, "all", "int4_g32"),  # the next finer policy
         (["kv=int4_g32", "kv.sink_tokens=4"], {"int4_g32": "FAIL"}, False, "all", "fp8k_int4v"),
-        (["kv=int8"], {"int8": "FAIL"}, False, "tune", None),  # there is no finer policy
     ],
 )
 def test_the_next_command_repeats_the_users_arguments(
@@ -110,8 +109,7 @@ def test_the_next_command_repeats_the_users_arguments(
     assert kv is None or (after.kv.name, after.kv.sink_tokens) == (kv, 0)
     assert after.tracking.enabled
     assert "tracking=none" in base or after.tracking.experiment == "other one"
-    if stage != "tune":
-        assert after.gates.max_mean_kl == 0.2
+    assert stage == "promote" or after.gates.max_mean_kl == 0.2
 
 
 QUICK = ["experiment=quick", "workloads.conformance_samples=0"]
@@ -135,16 +133,13 @@ def test_after_a_quick_check_comes_a_verdict_or_a_finer_policy(
     assert look != QUICK or after.tracking.enabled != quick
 
 
-@pytest.mark.parametrize(("verdict", "stage"), [("PASS", "promote"), ("FAIL", "tune")])
-def test_the_key_of_a_signed_evaluation_is_not_repeated_for_stages_that_refuse_it(
-    verdict: Status, stage: str, tmp_path: Path
-) -> None:
+def test_the_key_of_a_signed_evaluation_is_not_repeated_for_stages_that_refuse_it(tmp_path: Path) -> None:
     (tmp_path / "key.pub").write_text("")
     base = ["kv=int8", "signing.key=key.pem", "signing.trusted=[key.pub]"]
-    step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "int8", verdict)], base)
+    step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "int8", "PASS")], base)
     assert step.command is not None
     arguments = shlex.split(step.command)[3:]
-    assert f"stage={stage}" in arguments
+    assert "stage=promote" in arguments
     assert ("signing.trusted=[key.pub]" in arguments, "signing.key=key.pem" in arguments) == (True, False)
 
 
@@ -316,16 +311,17 @@ def test_every_other_ending_names_a_command_that_composes(stage: str, command: C
     assert composed(NextStep("", command(config_of(*BASE)))).stage == stage
 
 
-def test_a_tuned_policy_is_judged_with_the_users_options(tmp_path: Path) -> None:
-    conf, own, tuned = Path(__file__).parents[3] / "conf", tmp_path / "mine, too", tmp_path / "tuned"
-    for source, file in (("capacity/default", own / "capacity" / "mine.yaml"), ("kv/fp8", tuned / "kv" / "found.yaml")):
-        file.parent.mkdir(parents=True)
-        file.write_text((conf / f"{source}.yaml").read_text())
-    base = [f"--config-dir={own}", "capacity=mine", "stage=tune", "tune.texts=4"]
-    for typed in ((), base, [*base, f"--config-dir={tuned}"]):
-        step = next_steps.after_tuning(config_of(), "found", tuned, typed)
-        assert composed(step).stage == "evaluate"
-        assert str(step.command).count("--config-dir") == (2 if typed else 1)
+@pytest.mark.parametrize(
+    ("kv", "says"),
+    [
+        ("int8", "stay with kv=fp16, or keep single layers in 16 bits with kv.overrides"),
+        ("bf16", "no finer policy is left"),
+    ],
+)
+def test_the_advice_after_the_last_policy_names_no_command(kv: str, says: str, tmp_path: Path) -> None:
+    step = next_steps.after_judging(config_of(f"kv={kv}"), [candidate(tmp_path, kv, "FAIL")], [f"kv={kv}"])
+    assert step.why.startswith(says)
+    assert step.command is None
 
 
 def test_a_wider_sweep_judges_the_finer_policy_by_a_sweep(tmp_path: Path) -> None:

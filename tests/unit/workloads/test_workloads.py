@@ -79,7 +79,6 @@ def other_tokenizer(folder: Path, *, template: bool = True) -> Path:
         (["model.path={other}", "workloads.samples.lookup=3"], "lookup", "lookup"),
         (["model.path={other}", "workloads=builtin"], "copy", "lookup"),
         (["model.path=/nowhere"], "lookup", "lookup"),
-        (["model.path={other}", "stage=tune"], "lookup", "lookup"),
     ],
 )
 def test_a_model_gets_suitable_questions_and_calibration(
