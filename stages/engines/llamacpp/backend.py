@@ -1,15 +1,12 @@
 """Implements backend=llamacpp: maps a policy to cache types, and builds bundles of a GGUF and the command of llama-server."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.exports import describe_format, single_format_refusal
 from stages.core.errors import UserError
 from stages.core.files import link_or_copy
-from stages.core.strict import StrictModel
 from stages.engines.backend import ROUNDING, Artifacts, Job, Source
 from stages.engines.interpreter import protocol
 from stages.engines.interpreter.backend import InterpreterBackend
@@ -34,13 +31,6 @@ class LlamaCppDescription(protocol.Description):
 
     types: list[str]
     """ggml types that the release supports."""
-
-
-class LlamaCppFacts(StrictModel):
-    """Answer to `facts`."""
-
-    token_bytes: Annotated[int, Field(ge=1)]
-    """Bytes of one token in the cache of all layers."""
 
 
 PROGRAM = Program(

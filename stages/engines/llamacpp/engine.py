@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from stages.checkpoints.gguf.model import pairs_neighbours
-from stages.core.records import MemoryReport, StoredCopy
+from stages.core.records import StoredCopy
 from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
 from stages.engines.interpreter.requests import Bytes, InspectableEngine, WorkerRequest
-from stages.engines.llamacpp.backend import GGUF, PROGRAM, LlamaCppBundle, LlamaCppFacts, open_context
+from stages.engines.llamacpp.backend import GGUF, PROGRAM, LlamaCppBundle, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.formats import Format
-from stages.policies.policy import PAGE_TOKENS, Side
+from stages.policies.policy import Side
 
 
 class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
@@ -30,7 +30,6 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
     def __init__(self, bundle: Path, config: LlamaCppConfig) -> None:
         super().__init__(bundle, config)
         self.prefill_chunk = int(self._record.arguments["n_batch"])
-        self._token_bytes = 0
 
     def corrupt_key_scale(self, factor: float) -> None:
         """Multiply stored keys by `factor` in all later requests: their scales, or the numbers if the type has no scale."""
@@ -50,14 +49,6 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
     def _answers(self, requests: Sequence[WorkerRequest], **fields: object) -> Iterator[list[Generation]]:
         with super()._answers(requests, key_fault=self._fault, **fields) as answers:
             yield answers
-
-    def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
-        """Return the memory in whole pages, with the bytes per token measured from llama.cpp's state."""
-        if lengths and not self._token_bytes:
-            self._token_bytes = self._call("facts", LlamaCppFacts).token_bytes
-        claimed = super()._memory_of(lengths, blocks)
-        pool = claimed.pages * PAGE_TOKENS * self._token_bytes
-        return MemoryReport(pool, 0, 0, claimed.pages, claimed.live_tokens)
 
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:  # noqa: ARG002
         """Split the stored bytes (n, H, W) into codes and scales. Each block begins with its scale."""

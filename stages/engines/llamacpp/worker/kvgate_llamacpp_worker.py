@@ -84,8 +84,6 @@ ERROR = 4
 DECODED_TOGETHER = 32
 """Maximum tokens per sequence with logits in one batch. With an f16 cache, attention of 64 or more tokens uses another
 algorithm than a decode step (GGML_FA_TILE_Q)."""
-MIN_SHARED = 32
-"""Minimum tokens of a common prefix that is decoded once for several prompts. Shorter prefixes do not save time."""
 
 
 def describe() -> dict[str, Any]:
@@ -103,7 +101,7 @@ class LlamaCppModel:
     def __init__(self, model: str, context: dict[str, Any], types: dict[str, str], threads: int | None) -> None:
         import llama_cpp
 
-        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
+        self.operations: kvgate_channel.Operations = {"run": self.run, "load": self.load}
         self.library: Any = llama_cpp
         self.errors: list[str] = []
         self.listener = llama_cpp.llama_log_callback(
@@ -137,16 +135,6 @@ class LlamaCppModel:
         if not pointer:
             raise RuntimeError("; ".join(self.errors) or "llama.cpp gives no reason")
 
-    def facts(self) -> dict[str, Any]:
-        """Return the bytes per token in the cache of all layers, from two states whose lengths differ by one token."""
-        self._clear()
-        sizes = []
-        for position in range(2):
-            self._decode([(0, position, 0, False)])
-            sizes.append(sum(part.nbytes for part in self._state(0).parts))
-        self._clear()
-        return {"token_bytes": sizes[1] - sizes[0]}
-
     def run(self, requests: list[dict[str, Any]], folder: str, key_fault: float, show: bool = False) -> dict[str, Any]:
         """Answer `run` of `kvgate_channel`. With `show`, write each request's cached bytes to the file `stored`.
 
@@ -177,14 +165,13 @@ class LlamaCppModel:
         """
         generated: list[list[int]] = [[] for _ in group]
         rows: list[dict[int, Any]] = [{} for _ in group]
-        cached = self._begin([request["prompt"][:-1] for request in group])
         pending = []
         for i, request in enumerate(group):
             if key_fault == 1.0:
                 generated[i] = request["forced"][: request["tokens"]]
             pending.append([*request["prompt"], *generated[i][: request["tokens"] - 1]])
         firsts = [len(request["prompt"]) - 1 for request in group]
-        self._decode([(pending[i][at], at, i, False) for i, first in enumerate(firsts) for at in range(cached[i], first)])
+        self._decode([(pending[i][at], at, i, False) for i, first in enumerate(firsts) for at in range(first)])
         steps = [range(first, len(pending[i])) for i, first in enumerate(firsts)]
         for begin in range(0, max(map(len, steps)), DECODED_TOGETHER):
             parts = [step[begin : begin + DECODED_TOGETHER] for step in steps]
@@ -208,21 +195,6 @@ class LlamaCppModel:
             fed = [(generated[i][-1], len(group[i]["prompt"]) + len(generated[i]) - 1, i, True) for i in active]
             for i, row in zip(active, self._decode(fed), strict=True):
                 rows[i][len(generated[i])] = row
-
-    def _begin(self, prompts: list[list[int]]) -> list[int]:
-        """Decode the common prefixes of prompts once; return the number of stored tokens per prompt."""
-        memory, cached = self.library.llama_get_memory(self.context), [0 for _ in prompts]
-        for i, prompt in enumerate(prompts):
-            shared = [_common_prefix(prompt, prompts[j][: cached[j]]) for j in range(i)]
-            if max(shared, default=0) >= MIN_SHARED:
-                cached[i] = max(shared)
-                self.library.llama_memory_seq_cp(memory, shared.index(cached[i]), i, -1, -1)
-                self.library.llama_memory_seq_rm(memory, i, cached[i], -1)
-            needed = max((_common_prefix(prompt, later) for later in prompts[i + 1 :]), default=0)
-            if needed >= cached[i] + MIN_SHARED:
-                self._decode([(prompt[position], position, i, False) for position in range(cached[i], needed)])
-                cached[i] = needed
-        return cached
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return first-token times, measured one prompt at a time, and step times with all prompts decoding together."""
@@ -282,12 +254,6 @@ class LlamaCppModel:
         if not self.library.llama_state_seq_set_data(self.context, pointer, state.bytes.nbytes, sequence):
             raise RuntimeError("llama.cpp refuses the changed state")
         return tokens
-
-
-def _common_prefix(first: list[int], other: list[int]) -> int:
-    """Return the length of the common prefix of two token lists."""
-    pairs = enumerate(zip(first, other, strict=False))
-    return next((position for position, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
 if __name__ == "__main__":
