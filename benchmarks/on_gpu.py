@@ -32,7 +32,7 @@ from benchmarks.recording import ROOT, results_record
 Status = Literal["PASS", "FAIL", "MISSING"]
 LIBRARIES = (
     *("torch", "triton", "numpy", "transformers", "onnxruntime"),
-    *("tensorrt", "tensorrt-llm", "flashinfer-python", "cupy-cuda13x"),
+    *("tensorrt", "tensorrt-llm", "flashinfer-python"),
 )
 STEP_SECONDS = 600
 """Time limit of a step: a borrowed machine ends a command after ten minutes."""
@@ -120,7 +120,6 @@ STEPS: dict[str, tuple[Part, ...]] = {
     "correctness": (
         test_part("captured kernels", 120, "", "tests/gpu/test_kernels_on_gpu.py"),
         test_part("kernels against the reference", 240, "xdist", f"{PARALLEL} {KERNELS}"),
-        test_part("PTX of the plugin", 90, "cupy", "tests/integration/plugins/test_kernel_arguments.py"),
         test_part("engine", 180, "transformers", "tests/gpu/test_engine_on_gpu.py -k 'not command_line'"),
         test_part(
             "engine against the reference engine", 180, "transformers xdist", f"{PARALLEL} tests/long/test_reference_kernels.py"
