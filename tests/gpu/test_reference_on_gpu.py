@@ -16,12 +16,8 @@ from stages.core.errors import MissingRequirement
 from stages.core.records import StoredCopy
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine, load_engine
-from stages.engines.reference.formats import dequantize, quantize
-from stages.engines.reference.formats import static_scales as static_of
 from stages.evaluate.conformance.explanation import faulty_references
-from stages.policies.formats import Format
 from stages.policies.policy import Eviction, Side
-from stages.policies.scales import SideScales
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +42,6 @@ REPLAYED = 3e-5
 """Allowed distance over equal codes, so that no code can flip. Measured: 1e-6 to 5e-6."""
 REPLAYED_EXACT = 5e-4
 """Allowed distance over the same codes if some tokens are kept in float16. Measured: 1e-4."""
-FLIPS = 5e-3
-"""Share of bytes that may differ: sums have another order, and a scale may round to the other float16."""
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +64,6 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert (float(np.median(rows)) < TYPICAL, float(rows.max()) < FLIPPED) == (True, True), (np.median(rows), rows.max())
 
 
-def test_one_pass_equals_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
-    ours, theirs = (engine.forced(texts[0], 300) for engine in pair)
-    assert_close(ours, theirs)
-    assert pair[0].device == CUDA
-    weights = {weight.dtype for weight in pair[0].model.parameters()}
-    assert weights == {torch.float16}, "the model keeps the checkpoint's 16-bit weights after a pass"
-
-
 def test_replays_and_rounding_effects_equal_those_on_a_cpu(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
     fed = [
         Fed(texts[0][:200], [(150, False), (3, True), (40, False), (7, True)]),
@@ -94,20 +80,9 @@ def test_replays_and_rounding_effects_equal_those_on_a_cpu(pair: tuple[TorchEngi
     assert 0.5 < moved / expected < 2
     repeated = pair[0].replay(fed)
     assert_close(np.concatenate([replay.logits for replay in repeated]), ours)
-
-
-def test_prompts_and_steps_over_the_cache_equal_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
-    steps, reports = [], []
-    for engine in pair:
-        handles, logits = engine.prefill([text[:length] for text, length in zip(texts, (400, 63, 129, 1), strict=True)])
-        rows = [logits, *(engine.decode(handles, [text[-1 - step] for text in texts]) for step in range(4))]
-        reports.append(engine.memory())
-        engine.corrupt_key_scale(1.05)
-        rows.append(engine.decode(handles, [1, 2, 3, 4]))
-        engine.release(handles)
-        steps.append(np.concatenate(rows))
-    assert_close(*steps)
-    assert reports[0] == reports[1]
+    assert pair[0].device == CUDA
+    weights = {weight.dtype for weight in pair[0].model.parameters()}
+    assert weights == {torch.float16}, "the model keeps the checkpoint's 16-bit weights after a pass"
 
 
 def test_a_replay_over_the_same_codes_equals_the_cpus(pair: tuple[TorchEngine, ...], texts: list[list[int]]) -> None:
@@ -147,31 +122,6 @@ def test_known_mistakes_of_engines_are_computed_as_on_the_cpu(
     for (mistake, ours), (_, theirs) in zip(*map(faulty_references, pair), strict=True):
         assert ours.device == CUDA, mistake
         assert_close(ours.forced(texts[0][:200], 150), theirs.forced(texts[0][:200], 150))
-
-
-def forms() -> list[Format]:
-    return list({form: None for policy in [*SHIPPED.values(), GUARDED] for _, form in policy.formats})
-
-
-@pytest.mark.parametrize("form", forms(), ids=str)
-def test_codes_of_the_same_numbers_equal_the_cpus(form: Format) -> None:
-    dim = 128 if form.group_size == 128 else 64
-    x = torch.randn(2, 500, dim, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 2, 500)[:, None]
-    count = form.static_scales(2, dim)
-    zero = None if form.symmetric else tuple(np.linspace(-1, 1, count))
-    scales = SideScales(scale=tuple(np.linspace(0.01, 0.02, count)), zero=zero) if form.has_static_scales else None
-    results = []
-    for device in (CUDA, torch.device("cpu")):
-        static = None if scales is None else static_of(scales, form, 2, dim, device)
-        stored = quantize(x.to(device), form, static)
-        back = dequantize(stored, form, static)
-        assert {tensor.device for tensor in (*stored.tensors, back)} == {device}
-        results.append(([tensor.cpu().contiguous().view(torch.uint8) for tensor in stored.tensors], back.cpu()))
-    (ours, back), (theirs, expected) = results
-    for our_tensor, other in zip(ours, theirs, strict=True):
-        assert float((our_tensor != other).float().mean()) < FLIPS
-    allowed = 1e-5 * expected.abs().amax(-1, keepdim=True)
-    assert float(((back - expected).abs() > allowed).float().mean()) < 4 * FLIPS
 
 
 def test_a_full_gpu_is_reported_in_one_line(tmp_path: Path, tiny_checkpoint: Path) -> None:
