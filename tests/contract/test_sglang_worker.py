@@ -33,7 +33,7 @@ def test_every_argument_exists_in_the_release() -> None:
     for kv in ("fp16", "fp8_uncalibrated", "fp8_e5m2"):
         cache = cache_dtype(SHIPPED[kv], config)
         assert cache in FACTS["kv_cache_dtype"]
-        assert {*server_args(config, cache), *EVALUATION} <= set(FACTS["server_args"])
+        assert {"model_path", *server_args(config, cache), *EVALUATION} == set(FACTS["server_args"])
 
 
 def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -> None:
