@@ -52,8 +52,8 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no JSON", "{", ("1:", "not one JSON value")),
     ("NaN", '{"prompt": NaN}', ("1:",)),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
-    ("a prompt of white space", sample_line(prompt=" \n "), ("prompt", "not empty")),
-    ("a reference of white space", sample_line(reference=" \n "), ("reference", "not empty")),
+    ("a prompt of white space", sample_line(prompt=" \n "), ("prompt", "must not be empty")),
+    ("a reference of white space", sample_line(reference=" \n "), ("reference", "must not be empty")),
     (
         "an empty question",
         json.dumps({"messages": [{"role": "user", "content": " "}], "reference": "a"}),
@@ -63,7 +63,7 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty tool call", sample_line(**TOOL, reference="{}"), ("reference", "of one of the tools")),
     ("a reference that is no JSON", sample_line(check="json"), ("reference", "JSON")),
     ("tools that no check reads", sample_line(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),
-    ("half of a surrogate pair", '{"prompt": "a", "reference": "\\ud83d"}', ("1:", "line:", "correct it")),
+    ("half of a surrogate pair", '{"prompt": "a", "reference": "\\ud83d"}', ("1:", "line:", "invalid JSON")),
     ("a duplicate id", sample_line(id="a") + "\n" + sample_line(id="a"), ("2:", "id")),
 )
 

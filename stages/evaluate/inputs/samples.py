@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stages.core.errors import UserError
+from stages.core.errors import UserError, short
 from stages.core.records import LineCheck, Sample
 from stages.core.strict import CONTROLS, read_user_file
 from stages.evaluate.inputs.checks import judge, strict_json
@@ -53,17 +53,8 @@ class _Line(_Strict):
     tools: tuple[_Tool, ...] = ()
 
 
-_FIXES = {
-    "id": "give a text of 1 to 200 characters that can be shown",
-    "check": f"give one of {', '.join(get_args(LineCheck))}",
-    "workload": "give a name of letters, digits, _ and -",
-    "depth": "give a number from 0 to 1",
-    "messages": 'give a list of {"role": "system" | "user" | "assistant", "content": "..."}',
-    "difficulty": "give easy, medium or hard",
-    "mentions": 'give a list of texts: ["...", "..."]',
-    "distractors": 'give a list of texts: ["...", "..."]',
-    "tools": 'give a list of {"name": "...", "arguments": ["..."]}',
-}
+_PATTERNS = {"id": "must be 1 to 200 characters that can be shown", "workload": "must be 1 to 64 letters, digits, _ and -"}
+"""Key -> description of its pattern. The pattern of all other keys requires a text that is not empty."""
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
@@ -73,7 +64,7 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     documents are therefore not cut yet; `lengths.fit_lengths` does that.
 
     Raises:
-        UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
+        UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem` per problem.
         MissingRequirement: GSM8K is configured but not installed.
     """
     # Use the order of the Workload type, not of the configuration, because the workloads' digest depends on the order.
@@ -159,19 +150,19 @@ def _sample(text: str) -> Sample:
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
-    """Yield `key: problem, fix` for each error that pydantic reports."""
+    """Yield `key: problem (got value)` for each error that pydantic reports."""
     for problem in error.errors(include_url=False):
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "too_short" and problem["input"]:
+        key, kind, text = ".".join(map(str, problem["loc"])), problem["type"], problem["msg"]
+        if kind == "too_short" and problem["input"]:
             continue  # the problems of the list's items have their own lines
-        if problem["type"] == "extra_forbidden":
+        if kind == "extra_forbidden":
             yield f"{key}: unknown key, {'leave it out' if '.' in key else 'use ' + ', '.join(_Line.model_fields)}"
-        elif problem["type"] == "missing":
+        elif kind == "missing":
             yield f"{key}: missing, add it"
         else:
-            text = problem["msg"]
-            fix = _FIXES.get(str(problem["loc"][0]), "give a text that is not empty") if key else "correct it"
-            yield f"{key or 'line'}: {text[0].lower()}{text[1:]}, {fix}"
+            if kind in ("string_pattern_mismatch", "too_short"):
+                text = _PATTERNS.get(key, "must not be empty")
+            yield f"{key or 'line'}: {text[0].lower()}{text[1:]} (got {short(json.dumps(problem['input']))})"
 
 
 _RIGHT = {

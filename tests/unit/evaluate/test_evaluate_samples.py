@@ -72,7 +72,7 @@ def test_a_line_without_an_id_never_gets_a_used_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({**GOOD, "prompt": 3}, "prompt: input should be a valid string"),
+        ({**GOOD, "prompt": 3}, "prompt: input should be a valid string (got 3)"),
         ({"reference": "x"}, "prompt: missing, and so is messages, give exactly one of the two"),
         ({**GOOD, "distractors": ["5"]}, 'distractors: check "exact" does not read them, leave them out or use'),
         *(({**GOOD, "check": "mention", key: wrong}, 'reference: check "mention" would judge it wrong, give only words')
@@ -80,8 +80,11 @@ def test_a_line_without_an_id_never_gets_a_used_one(tmp_path: Path) -> None:
         *(({**GOOD, "check": "mention", key: ["!"]}, 'reference: check "mention" would judge it wrong, give only words')
           for key in ("mentions", "distractors")),
         ({**GOOD, "check": "json", "reference": "[" * 2000 + "]" * 2000}, 'reference: check "json" would judge it wrong'),
-        ({**GOOD, "check": "mention", "distractors": "5"}, "distractors: input should be a valid array, give a list of texts"),
-        ({**GOOD, "difficulty": "trivial"}, "difficulty: input should be '', 'easy', 'medium' or 'hard', give easy, medium or"),
+        ({**GOOD, "check": "mention", "distractors": "5"}, 'distractors: input should be a valid array (got "5")'),
+        ({**GOOD, "difficulty": "trivial"},
+         """difficulty: input should be '', 'easy', 'medium' or 'hard' (got "trivial")"""),
+        ({**GOOD, "workload": "a b"}, 'workload: must be 1 to 64 letters, digits, _ and - (got "a b")'),
+        ({**GOOD, "id": "\n"}, r'id: must be 1 to 200 characters that can be shown (got "\n")'),
         ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_ are reserved"),
         ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
