@@ -89,32 +89,6 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
     assert of_the_sweep == "pipeline: error: no candidate of the sweep passed"
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_message_is_shown_at_once_and_of_an_inner_block_alone(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = stderr(monkeypatch, terminal)
-    with show_progress("outer") as outer, show_progress("inner") as inner:
-        outer(TOKENS, 1, 9)
-        outer("reading slowly", 0, 0)
-        assert "outer: reading slowly" in stream.getvalue()
-        inner("reading", 1, 2)
-        inner("look here", 0, 0)
-    assert "inner: look here" in stream.getvalue()
-    assert "inner: reading" not in stream.getvalue()
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_terminal_gets_a_bar_with_every_number_whole(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = stderr(monkeypatch, terminal=True, width=width)
-    console.begin(console.JobPlace("evaluate", "fp8", 12, 24))
-    with show_progress("round int4_streaming 1/5") as update:
-        update(TOKENS, 0, 123_456)
-        update(TOKENS, 12_345, 123_456)
-    shown = stream.getvalue()
-    for part in ("job 12 of 24", "int4_streaming", "12,345/123,456", "tokens"):
-        assert part in shown
-    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
-
-
 @pytest.mark.parametrize("mode", console.MODES)
 def test_an_applications_capture_of_warnings_is_restored(mode: str) -> None:
     with warnings.catch_warnings():
@@ -135,14 +109,6 @@ def test_brackets_of_paths_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> Non
     console.show("findings", Grid("fp8 of m: /data/x[/y]", [Column("a")], [["b[c] in a wide column of a table"]]))
     for text in ("engine bundle: /data/run[int8]/w[/int8]", "fp8 of m: /data/x[/y]", "b[c]"):
         assert text in stream.getvalue()
-
-
-def test_a_style_ends_with_a_beginning_that_holds_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    shown = Console(file=io.StringIO(), width=160, highlight=False, record=True)
-    monkeypatch.setattr(console, "out", shown)
-    console.result("capacity", console.Styled("bold", f"{tmp_path}/model", f": in {tmp_path}/work"))
-    assert shown.export_text(styles=True) == "\x1b[1mmodel\x1b[0m: in work\n"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 from bad_input.case import BadInput, CommandResult
 from bad_input.forks import Commands
 
-from stages.core.streams import RedactedStream
-
 ROOT = Path(__file__).resolve().parents[3]
 
 NOISE = """
@@ -100,15 +98,6 @@ def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
     assert (completed.stdout, completed.stderr) == ("result\n", "noise")
 
 
-def test_a_terminal_without_a_width_shows_results() -> None:
-    code = "from pipeline.cli import console; console.out.print('result')"
-    environment = {**os.environ, "COLUMNS": "0"}
-    completed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
-    )
-    assert completed.stdout == "result\n"
-
-
 def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp_path: Path) -> None:
     modes = ("human", "quiet", "json")
     shown, quiet, objects = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", runs_stage=True) for mode in modes)
@@ -123,34 +112,22 @@ def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp
     assert all(isinstance(json.loads(line), dict) for line in objects.stderr.splitlines())
 
 
-SHOWN = [
-    (("kv=fp9", "log=quiet"), 2, "pipeline: error: kv=fp9: no such option, did you mean fp8?\n"),
-    (("--cfg", "job", "-m", "kv=fp8,int8"), 0, "# job 2 of 2: kv=int8\n"),
-    (("--version",), 0, "kvgate "),
-    (("kv=fp8", "--version"), 0, "kvgate "),
-    (("-sc", "install=bash"), 0, "complete -o nospace"),
-    (("-sc", "uninstall=bash"), 0, "unset hydra_bash_completion"),
-    (("--cfg", "all"), 2, "invalid choice: 'all'"),
-    (("--cfg", "job", "--resolve"), 2, "--resolve: no such option"),
-    (("--info", "searchpath", "kv=nosuch"), 2, "--info: no such option"),
-    (("-sc",), 2, "give install=bash"),
-    (("-sc", "install=tcsh"), 2, "give install=bash"),
-    (("log=verbose",), 2, "log=verbose: no such option; choose one of human, json, quiet"),
-    (("-m", "log=json,quiet"), 2, "the jobs of a sweep share it; give one value"),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"), SHOWN, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+    ("arguments", "message"),
+    [
+        (("--cfg", "job", "-m", "kv=fp8,int8"), "# job 2 of 2: kv=int8\n"),
+        (("--version",), "kvgate "),
+        (("-sc", "install=bash"), "complete -o nospace"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_an_option_shows_its_output_or_is_refused_in_a_line(
-    arguments: tuple[str, ...], code: int, message: str, commands: Commands, tmp_path: Path
+def test_an_option_shows_its_output_and_writes_nothing(
+    arguments: tuple[str, ...], message: str, commands: Commands, tmp_path: Path
 ) -> None:
     result = outcome(commands, tmp_path, *arguments)
-    assert result.code == code, result.stderr
-    assert message in (result.stderr if code else result.stdout)
-    assert "Traceback" not in result.stderr
-    assert result.stderr.count("\n") == (1 if code else 0)
+    assert result.code == 0, result.stderr
+    assert message in result.stdout
+    assert result.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,12 +143,3 @@ def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) 
     assert completed.returncode == 0
     assert not [line for line in completed.stderr.splitlines() if '"level": "info"' not in line]
     assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "the work finishes"
-
-
-def test_an_unread_stream_other_than_stdout_raises_nothing() -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
-    with os.fdopen(writes, "w", buffering=1) as closed:
-        stream = RedactedStream(closed)
-        for _ in range(3):
-            print("a line", file=stream, flush=True)

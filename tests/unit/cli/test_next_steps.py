@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +11,12 @@ import pytest
 from helpers.registry.candidates import judged_candidate
 from helpers.registry.judged_engine import config_of
 
-from pipeline.__main__ import _plan_command
 from pipeline.chain.inputs import checks
 from pipeline.cli import console, next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.stages import STAGES
-from stages.core.errors import CannotBeJudged
 from stages.verdict.candidate import Candidate
 from stages.verdict.thresholds import Check, Gate, Status
 
@@ -112,37 +107,6 @@ def test_the_next_command_repeats_the_users_arguments(
     assert stage == "promote" or after.gates.max_mean_kl == 0.2
 
 
-QUICK = ["experiment=quick", "workloads.conformance_samples=0"]
-
-
-@pytest.mark.parametrize(
-    ("look", "verdict", "kv", "quick"),
-    [
-        (QUICK, "INCONCLUSIVE", "fp8", False),
-        (QUICK, "FAIL", "int8", True),
-        (["++workloads.conformance_samples=0"], "INCONCLUSIVE", "fp8", False),
-        (["experiment='quick'"], "INCONCLUSIVE", "fp8", False),
-    ],
-)
-def test_after_a_quick_check_comes_a_verdict_or_a_finer_policy(
-    look: list[str], verdict: Status, kv: str, quick: bool, tmp_path: Path
-) -> None:
-    base = [*TYPED, *look, "kv=fp8"]
-    after = composed(next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base))
-    assert (after.kv.name, after.workloads.is_quick_check) == (kv, quick)
-    assert look != QUICK or after.tracking.enabled != quick
-
-
-def test_the_key_of_a_signed_evaluation_is_not_repeated_for_stages_that_refuse_it(tmp_path: Path) -> None:
-    (tmp_path / "key.pub").write_text("")
-    base = ["kv=int8", "signing.key=key.pem", "signing.trusted=[key.pub]"]
-    step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "int8", "PASS")], base)
-    assert step.command is not None
-    arguments = shlex.split(step.command)[3:]
-    assert "stage=promote" in arguments
-    assert ("signing.trusted=[key.pub]" in arguments, "signing.key=key.pem" in arguments) == (True, False)
-
-
 def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
@@ -150,29 +114,14 @@ def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
     assert (after.stage, after.work, after.model) == ("promote", config.work, config.model)
 
 
-def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) -> None:
-    base = [*TYPED, "kv=fp8", "backend=vllm", "backend.python=/opt/vllm/bin/python"]
-    config = config_of(*[one for one in base if not one.startswith("backend.threads")])
-    step = next_steps.after_judging(config, [candidate(tmp_path, "fp8", "PASS")], base)
-    assert "stage=promote backend=vllm backend.python=/opt/vllm/bin/python" in str(step.command)
-
-
 @pytest.mark.parametrize(
     ("base", "needed", "gate", "says"),
     [
         (["workloads=gsm8k", "workloads.gsm8k=60"], {"gsm8k": 5000}, Gate.ACCURACY, "workloads.gsm8k=1319"),
-        (["workloads=gsm8k", "workloads.gsm8k=60"], {}, Gate.MEAN_KL, "workloads.gsm8k=232"),
-        (["workloads=gsm8k", "workloads.gsm8k=1319"], {}, Gate.MEAN_KL, "more questions would not decide: mean KL"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, Gate.ACCURACY, "add questions to mine.jsonl; ask"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"gsm8k": 500}, Gate.ACCURACY, "add questions to mine.jsonl; ask"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"all": 15}, Gate.MIN_SAMPLES, "add questions to mine.jsonl; ask"),
         (["workloads.samples.copy=4"], {"all": 32}, Gate.MIN_SAMPLES, "workloads.samples.copy=32"),
-        ([], {}, Gate.MEAN_KL, "workloads.samples.copy=619"),
-        (["gates.attempt=2"], {}, Gate.RUINED, "workloads.samples.copy=358"),
         ([], {}, Gate.NOISE_FLOOR, "more questions would not decide: mean KL"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, Gate.RECOVERY, "more questions would not decide: mean KL"),
         (["workloads.lengths=[1024,2048]"], {"long_1024": 210}, Gate.RECOVERY, "workloads.length_documents=30"),
-        (["workloads.lengths=[1024]"], {}, Gate.MEAN_KL, "workloads.length_documents=58 gates.attempt=2"),
         (
             ["gates.attempt=20"],
             {"copy": 700},
@@ -182,7 +131,6 @@ def test_the_command_that_promotes_names_the_python_that_serves(tmp_path: Path) 
         # A class that passed with all its samples passes at the next attempt's smaller level with this many.
         ([], {"copy": 700}, Gate.RECOVERY, f"samples.tool_call={math.ceil(160 * math.log(0.0025) / math.log(0.045))}"),
         (["workloads.samples.copy=60000"], {}, Gate.MEAN_KL, "judge int8, which keeps more"),  # twice are refused
-        ([], {"copy": 1_000_000}, Gate.ACCURACY, "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )
 def test_the_suggested_change_depends_on_the_undecided_gates(
@@ -193,49 +141,6 @@ def test_the_suggested_change_depends_on_the_undecided_gates(
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
         composed(step)
-
-
-@pytest.mark.parametrize(
-    ("base", "weak", "able", "says"),
-    [
-        ([], ["copy"], ["tool_call"], "workloads.samples.copy=0"),
-        ([], ["copy", "retrieval"], [], "ask questions that this model answers: workloads=chat calibration=chat"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], ["custom"], ["other"], "ask questions that this model answers"),
-        (["workloads.lengths=[1024,2048]"], ["long_2048"], ["long_1024"], "judge it at the lengths where the model itself"),
-    ],
-)
-def test_workloads_that_the_baseline_fails_are_replaced(base: list[str], weak: list[str], able: list[str], says: str) -> None:
-    step = next_steps.after_error(config_of(*base), CannotBeJudged("", weak, able), base)
-    assert step is not None
-    assert says in f"{step.why} {step.command}"
-    if step.command is not None:
-        after = composed(step).workloads
-        assert not any(after.samples.get(name) for name in weak)  # type: ignore[call-overload]
-        assert not {f"long_{length}" for length in after.lengths} & {*weak}
-
-
-@pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
-def test_no_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Path, verdict: Status) -> None:
-    judged = candidate(tmp_path, "fp8", verdict)
-    unseen = Check(
-        gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
-    )
-    step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
-    assert step.command is None
-    assert "a corrupted cache gave the same results" in step.why
-
-
-@pytest.mark.parametrize(("on_path", "plain"), [("same", True), ("other", False), ("none", False)])
-def test_a_command_begins_with_the_python_that_has_kvgate(
-    on_path: str, plain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = tmp_path / "own env" / "bin"
-    for folder in (own, tmp_path / "other"):
-        executable(folder / "python", "")
-    monkeypatch.setattr(sys, "executable", str(own / "python"))
-    monkeypatch.setenv("PATH", str({"same": own, "other": tmp_path / "other", "none": tmp_path / "nowhere"}[on_path]))
-    begins = "python" if plain else shlex.quote(str(own / "python"))
-    assert after("quantize", ["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
 
 
 @pytest.mark.parametrize("on_path", [True, False])
@@ -269,30 +174,6 @@ def test_serving_advice_equals_the_bundles_command(file: str, command: str, tmp_
     assert shlex.split(next_steps.serving(engine)) == shlex.split(command.format(engine))
 
 
-@pytest.mark.parametrize(("given", "place"), [("env/bin/python", "env/bin"), ("python", "other")])
-@pytest.mark.parametrize(("file", "program"), [("engine_args.yaml", "vllm"), ("launch.txt", "python")])
-def test_an_engine_is_served_by_the_environment_that_judged_it(
-    file: str, program: str, given: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = tmp_path / "an engine"
-    (engine / file).write_text(program)
-    for folder in ("env/bin", "other"):
-        executable(tmp_path / folder / program, '#!/bin/sh\necho "$0"\n')
-    monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{os.environ['PATH']}")
-    backend = config_of("backend=vllm", f"backend.python={given}").backend
-    ran = subprocess.run(next_steps.serving(engine, backend), shell=True, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == str(tmp_path / place / program)
-
-
-def test_the_call_that_loads_the_champion_finds_its_store() -> None:
-    call = next_steps.champion_call
-    assert call(config_of(), "kvgate-m") == "pipeline.api.champion('kvgate-m')"
-    given = ["workdir=there", "tracking.uri=sqlite:////m.db", "signing.trusted=[a.pub]"]
-    assert call(config_of(*given), "m") == (
-        "pipeline.api.champion('m', tracking_uri='sqlite:////m.db', workdir='there', trusted=['a.pub'])"
-    )
-
-
 BASE = [*TYPED, "kv=fp8"]
 
 
@@ -324,27 +205,8 @@ def test_the_advice_after_the_last_policy_names_no_command(kv: str, says: str, t
     assert step.command is None
 
 
-def test_a_wider_sweep_judges_the_finer_policy_by_a_sweep(tmp_path: Path) -> None:
-    base = [*TYPED, "kv=int8_tensor,int4", "weights=none,fp8"]
-    judged = [
-        candidate(tmp_path, f"{kv} weights={weights}", "FAIL") for kv in ("int8_tensor", "int4") for weights in ("none", "fp8")
-    ]
-    step = next_steps.after_judging(plan(base, multirun=True).jobs[0], judged, base, swept=["kv", "weights"])
-    assert composed(step).kv.name == "int8"
-
-
 def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
     """A launcher is refused without a sweep."""
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
     assert "hydra" not in next_steps.command_line(base, "kv=int8")
     assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in next_steps.command_line(base, sweep=True)
-
-
-def test_a_folder_named_like_a_key_stays_in_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "kv" / "kv").mkdir(parents=True)
-    shutil.copy(Path(__file__).parents[3] / "conf/kv/fp8.yaml", tmp_path / "kv/kv/my_fp8.yaml")
-    planned = _plan_command(["--config-dir", "kv", "kv=my_fp8", "stage=status", f"workdir={tmp_path}"])
-    assert not isinstance(planned, int)
-    assert "--config-dir=kv" in shlex.split(next_steps.command_line(planned.arguments or (), "kv=int8"))
-    assert len(plan(["kv=glob(my_*)"], multirun=True, folders=["kv"]).jobs) == 1
