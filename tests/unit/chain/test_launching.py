@@ -10,14 +10,12 @@ from pickle import PicklingError
 
 import pytest
 from helpers.refusals import refused
-from joblib.externals.loky.process_executor import TerminatedWorkerError
-from submitit.core.utils import FailedJobError
 
 from pipeline.chain import actions, launching, runner
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.registry import summary
-from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError
 
 JOBLIB = ["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
 
@@ -43,41 +41,11 @@ def test_a_launchers_job_repeats_the_users_arguments(
     console.close()
 
 
-SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (TerminatedWorkerError("text\nThe exit codes are {SIGKILL(-9)}"), 4, "a job died, or .* codes are {SIGKILL"),
-        (FailedJobError("Traceback\n  File\nOSError: no folder\n"), 4, r"failed \(OSError: no folder\); free some"),
-        (FailedJobError(SBATCH), 4, "invalid partition: nope sbatch: error: submission failed"),
-        (RuntimeError('Could not detect "srun"'), 4, 'Could not detect "srun"'),
-        (ValueError("n_jobs == 0"), 2, "^hydra/launcher=joblib: n_jobs == 0; correct hydra.launcher"),
-    ],
-)
-def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, code: int, message: str) -> None:
-    cause = subprocess.CalledProcessError(1, ["sbatch"], stderr=SBATCH) if "sbatch" in str(error) else None
-    with pytest.raises((UserError, MissingRequirement), match=message) as caught, launching.launcher_errors("joblib"):
-        raise error from cause
-    assert exit_code(caught.value) == code
-    assert "\n" not in str(caught.value)
-    assert caught.value.__cause__ is error
-
-
 @pytest.mark.parametrize("error", [TypeError("cannot pickle"), PicklingError("of a task"), UserError("bad input")], ids=str)
 def test_refusals_and_unpicklable_jobs_are_no_launcher_failure(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, launching.launcher_errors("joblib"):
         raise error
     assert caught.value is error
-
-
-def test_an_exception_of_a_job_is_passed_on_unchanged() -> None:
-    def task(_: object) -> None:
-        raise ValueError("ours")
-
-    with pytest.raises(ValueError, match=r"^ours$"):
-        launching.launch(plan(JOBLIB, multirun=True), task)
 
 
 INTERRUPTED = """

@@ -10,14 +10,12 @@ from helpers.registry.candidates import judged_candidate
 from pipeline.chain import actions, job_run, runner
 from pipeline.chain.dry import preview
 from pipeline.chain.job_run import Run
-from pipeline.chain.launching import LauncherRefusal
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import PromoteConfig
 from pipeline.config.stages import STAGES
 from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
-from stages.engines.onnx.backend import OnnxBackend
 from stages.verdict.thresholds import Status
 
 
@@ -57,21 +55,6 @@ def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monk
         run_job(config)
     assert (tmp_path / "report.html").read_text() == "yesterday's"
     assert summary.load(tmp_path).exit_code == 4
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_no_evaluation_is_suggested_if_the_engine_does_not_run_here(
-    runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(self: OnnxBackend) -> None:  # noqa: ARG001
-        raise MissingRequirement("no GPU")
-
-    monkeypatch.setitem(actions.ACTIONS, "build", lambda _: None)
-    if not runs:
-        monkeypatch.setattr(OnnxBackend, "check_runs", refuse)
-    (config,) = plan([f"workdir={tmp_path}", "stage=build"], multirun=False).jobs
-    run_job(config)
-    assert ("stage=evaluate" in capsys.readouterr().out) == runs
 
 
 def test_an_unwritable_summary_does_not_hide_the_jobs_error(
@@ -157,18 +140,6 @@ def test_a_sweep_without_candidates_ends_with_advice(
     assert output.index("Next: ") > output.index("job int4")
     assert ("copy-1: asked" in output.partition("job int4")[2]) == (not judged)
     assert page.exists() == judged
-
-
-def test_a_refused_launcher_leaves_the_last_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise LauncherRefusal("hydra/launcher=joblib: n_jobs == 0")
-
-    summary.begin(tmp_path, "1", ["fp8"])
-    monkeypatch.setattr(runner, "launch", refuse)
-    overrides = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8", "hydra/launcher=joblib"]
-    with pytest.raises(LauncherRefusal):
-        runner.run(plan(overrides, multirun=True), "2")
-    assert (summary.load(tmp_path).sweep, summary.sweeps(tmp_path)) == ("1", ["1"])
 
 
 def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,8 +25,6 @@ from pipeline.store.store import Store
 from stages.core.artifact import Recipe
 from stages.core.digest import tree_files
 from stages.core.errors import MissingRequirement, UserError
-from stages.core.records import Sample
-from stages.evaluate.inputs.tokens import EncodedSample
 from stages.workloads.config import WorkloadsConfig
 
 
@@ -111,19 +109,6 @@ def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> 
     assert before.key != after.key
     assert before.inputs["draft"] != after.inputs["draft"]
     assert "draft" in USER_INPUTS
-
-
-@pytest.mark.parametrize(("allowed", "noted"), [(704, True), (640, False)])
-def test_limits_beyond_the_questions_are_noted_before_judging(
-    allowed: int, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}")
-    room = config.workloads.extra_new_tokens
-    item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
-    Run(config).verdict_steps.note_length([item])
-    output = " ".join(capsys.readouterr().out.split())
-    advice = "the samples have at most 591 tokens; give backend.max_tokens=640, or workloads.lengths=[704] (15 documents"
-    assert (advice in output) is noted
 
 
 @pytest.mark.parametrize("compared", [0, 1])

@@ -1,6 +1,5 @@
 """Sweep launchers: supported launchers, forwarded keys, and refusals; paths with any characters."""
 
-import re
 import shlex
 from dataclasses import replace
 from operator import attrgetter
@@ -9,15 +8,13 @@ from pathlib import Path
 import pytest
 from helpers.refusals import refused
 from hydra import compose
-from submitit.core.utils import UncompletedJobError
 
 from pipeline.chain import launching, runner
-from pipeline.chain.inputs import check_inputs
 from pipeline.cli.next_steps import stage_command
 from pipeline.config import overrides
 from pipeline.config.compose import initialized, plan
 from pipeline.registry.summary import Summary, load
-from stages.core.errors import MissingRequirement, UserError, describe, exit_code
+from stages.core.errors import MissingRequirement, UserError
 
 SLURM = [
     "hydra/launcher=submitit_slurm",
@@ -63,10 +60,6 @@ def test_candidates_of_equal_display_names_are_refused_before_any_work(
         plan(overrides, multirun=True, folders=[tmp_path])
 
 
-def test_options_of_a_sweep_may_be_quoted() -> None:
-    assert plan(["kv=fp8,'int8'"], multirun=True).names == ("fp8", "int8")
-
-
 def test_aliases_are_refused_in_every_file_that_options_can_include(tmp_path: Path) -> None:
     (tmp_path / "kv" / "sub").mkdir(parents=True)
     (tmp_path / "kv" / "c.yaml").write_text("defaults: [fp8, sub/x@_here_, _self_]\nname: c\n")
@@ -100,32 +93,6 @@ def test_a_failed_start_of_ray_keeps_the_last_sweep_and_report(tmp_path: Path, m
         runner.run(replace(plan(["kv=fp8,int8", f"workdir={tmp_path}"], multirun=True), launcher="ray"), "20260102")
     assert {(tmp_path / name).read_text() for name in ("summary.json", "report.html", "junit.xml")} == {"before"}
     assert not (tmp_path / "summaries").exists()
-
-
-def test_all_typos_of_a_command_are_reported_at_once() -> None:
-    typos = ["backend.threds", "backend=onnxruntim", "gates.margn", "kv=fp9", "modle"]
-    with pytest.raises(UserError) as raised:
-        plan(["kv=fp9", "modle.path=/m", "gates.margn=0.1", "backend=onnxruntim", "backend.threds=1", "seed=1"], multirun=False)
-    assert [line.split(":")[0] for line in sorted(str(raised.value).splitlines())] == typos
-
-
-def test_missing_files_are_named_together_with_other_mistakes() -> None:
-    files = ["model.path=/nope", "workloads=jsonl", "workloads.jsonl=/no.jsonl", "calibration.jsonl=/texts.jsonl"]
-    with pytest.raises(UserError) as raised:
-        plan([*files, "kv=in8", "gates.min_recovery=95"], multirun=False)
-    assert str(raised.value).splitlines() == [
-        "kv=in8: no such option, did you mean int8?",
-        "gates.min_recovery: input should be less than 1 (got 95); 95 % is 0.95",
-        "model.path=/nope: no such directory; give a local Hugging Face checkpoint, or a GGUF file",
-        "workloads.jsonl=/no.jsonl: no such file; give one that exists",
-        "calibration.jsonl=/texts.jsonl: no such file; give one that exists",
-    ]
-    with pytest.raises(UserError) as unread:
-        check_inputs(*plan(files, multirun=False).jobs)
-    assert str(unread.value).splitlines() == str(raised.value).splitlines()[2:]
-    with pytest.raises(UserError) as raised:
-        plan(["model.path=/nope", "kv=in8", "stage=status"], multirun=False)
-    assert "model.path" not in str(raised.value), "this stage reads no model"
 
 
 def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:
@@ -214,14 +181,6 @@ def test_a_missing_launcher_is_named_with_its_package(name: str, library: str, m
     monkeypatch.setattr(overrides, "find_spec", lambda asked: None if asked == library else object())
     with refused(MissingRequirement, f"hydra/launcher={name}: not installed; pip install -e '.[{library}]'"):
         plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
-
-
-def test_a_job_that_the_cluster_ends_may_continue() -> None:
-    error = UncompletedJobError("Job not requeued because: timed-out too many times.")
-    assert exit_code(error) == 4
-    assert re.fullmatch(
-        r"the cluster ended this job \(.*too many times.\); raise hydra.launcher.timeout_min, .*", describe(error)
-    )
 
 
 PATHS = [

@@ -84,13 +84,6 @@ def test_a_file_that_is_no_store_is_refused_and_stays_unchanged(
     assert caplog.text == ""
 
 
-def test_an_unusable_store_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    assert refusal(f"sqlite:///{tmp_path}/folder", tmp_path, UserError).endswith("; repair it, or name another")
-    (tmp_path / "file").touch()
-    assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
-
-
 @pytest.mark.parametrize("served", [False, True])
 def test_a_silent_store_is_awaited_for_the_configured_time(
     served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
