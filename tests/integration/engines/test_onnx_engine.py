@@ -263,10 +263,3 @@ def test_logits_are_bitwise_independent_of_other_sequences(name: str, attention:
         assert engine.generate(PROMPTS * 3, LIMITS * 3, (), max_sequences=max_sequences) == expected * 3
         assert rows == exact
     assert engine.pool.in_use == (0, 0)
-
-
-def test_threads_wait_passively(int8: Path) -> None:
-    engine = load_engine(int8, threads=2)
-    for session in engine._sessions.values():
-        options = session._session.get_session_options()
-        assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"

@@ -15,7 +15,6 @@ from onnx import helper
 from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
 from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
-from plugins.kv_attention.variants import Setting, decode_variant
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle
@@ -23,7 +22,7 @@ from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.bundle import PLANS
-from stages.engines.tensorrt.plugin import default_counts, insert_plugin, use_plugin
+from stages.engines.tensorrt.plugin import insert_plugin, use_plugin
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.arithmetic_onnx import FLOAT_TYPES
 from stages.policies.policy import KVPolicy, LayerOverride
@@ -135,21 +134,6 @@ def test_supported_layers_get_two_plugins_that_read_the_pools(
                 pools = {f"key_pool.{layer}", f"value_pool.{layer}"}
                 takers = {node.domain for node in model.graph.node if pools & set(node.input)}
                 assert not has_plugin or takers == {"kv"}, "only the plugin reads these pools"
-
-
-def test_work_is_divided_for_the_concurrency_of_the_building_gpu(
-    graphs: dict[str, PluginGraphs], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
-    plugin_graphs = graphs["fp8k_int4v"]
-    info = plugin_graphs.bundle.model
-    layouts = list(plugin_graphs.layers.layouts.values())
-    programs = default_counts(layouts, info, replace(plugin_graphs.limits, max_tokens=1 << 17), sm=90)["decode"]
-    (resident,) = {
-        decode_variant(Setting(layout, info.compute_dtype, 90, info.q_heads // info.kv_heads)).resident for layout in layouts
-    }
-    assert programs == 132 * resident // info.kv_heads
-    assert default_counts(layouts, info, plugin_graphs.limits, sm=90)["decode"] == plugin_graphs.limits.pages
 
 
 @pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])

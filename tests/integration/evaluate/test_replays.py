@@ -1,15 +1,13 @@
-"""Replays on the reference engine: forks share computed tokens, and a rounding is measured only if it is decisive."""
+"""Replays on the reference engine: a fork shares the tokens that it has in common with its origin, and no others."""
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from helpers.engines.random_llama import BY_NAME, make_reference
 
 from stages.evaluate.conformance.comparer import SequenceComparer
-from stages.evaluate.conformance.deviations import Deviations
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.policies.policy import KVShape
@@ -76,30 +74,3 @@ def test_a_fork_with_other_codes_or_tokens_is_replayed_in_full(model: Any) -> No
     codes[0, COMMON - 1, 0] ^= 1
     fork.tokens[70] = 1 + origin.tokens[70] % 8
     assert fork.shared_tokens(origin, 64) == 64  # the last whole chunk before the different token
-
-
-def test_a_rounding_is_measured_for_the_first_sequence_and_then_only_if_decisive(model: Any) -> None:
-    comparer = comparer_of(model)
-    replay = comparer.reference.engine.replay
-    comparer.reference.engine.replay = spied = Mock(wraps=replay)  # type: ignore[method-assign]
-    deviations = Deviations(comparer)
-
-    def measured_roundings() -> list[bool]:
-        """Return for each replay since the last call whether it measured a rounding."""
-        calls = [call.kwargs["rounding"] > 0 for call in spied.call_args_list]
-        spied.reset_mock()
-        return calls
-
-    first, second = pair(comparer)
-    deviations.compare([first])
-    assert measured_roundings() == [True]
-    deviations.compare([second])
-    assert measured_roundings() == [False]
-    assert list(deviations.messages()) == []
-
-    wrong = pair(comparer)[1]
-    wrong.logits[3] = wrong.logits[3] + np.linspace(0, 1, len(wrong.logits[3]), dtype=np.float32)
-    deviations.compare([wrong])
-    assert measured_roundings() == [False, True]
-    (message,) = deviations.messages()
-    assert message.startswith("a sequence: ")

@@ -1,27 +1,23 @@
-"""The reference engine: its device, weights kept in 16 bits, and the copy of a token that a row sees."""
+"""The reference engine: its device, weights kept in 16 bits, and the memory of its attention."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.policies.shipped import SHIPPED
 
 from benchmarks import benchlib
-from pipeline.chain.inputs import check_inputs
 from pipeline.chain.job_run import Run
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 from stages.engines.reference import attention
-from stages.engines.reference.attention import BLOCK_BYTES, BLOCK_ROWS, AttentionPiece, Span
+from stages.engines.reference.attention import BLOCK_BYTES, BLOCK_ROWS, Span
 from stages.engines.reference.device import MIN_BYTES, reference_device
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.placing import place_model, store_in_16_bits, within_memory
-from stages.policies.formats import Format
-from stages.policies.policy import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Window
+from stages.policies.policy import FP16_POLICY
 
 CPU = torch.device("cpu")
 
@@ -41,16 +37,6 @@ def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPa
     assert reference_device("auto", MIN_BYTES) == "cpu"
     with pytest.raises(MissingRequirement, match=r"^reference\.device=cuda: .* no NVIDIA GPU here; set reference\.device=auto"):
         reference_device("cuda", MIN_BYTES)
-
-
-def test_a_missing_requested_gpu_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """stage=build runs no engine."""
-    has_gpu(monkeypatch, present=False)
-    for stage in ("all", "evaluate", "build"):
-        (job,) = plan([f"workdir={tmp_path}", f"stage={stage}", "reference.device=cuda", "tracking=none"], multirun=False).jobs
-        refused = pytest.raises(MissingRequirement, match=r"^reference\.device=cuda")
-        with nullcontext() if stage == "build" else refused:
-            check_inputs(job)
 
 
 @pytest.mark.parametrize("has_device", [False, True])
@@ -104,92 +90,9 @@ def test_a_gpu_without_room_is_reported_in_one_line(error: RuntimeError) -> None
         raise RuntimeError("another")
 
 
-SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
-INT4 = Format(dtype="int4", granularity="per_token", scale="dynamic")
-FP16 = Format(dtype="fp16")
-UNSEEN = "unseen"
-
-POLICIES = [
-    KVPolicy(name="plain", key=INT4, value=INT4),
-    KVPolicy(name="sinks", key=INT4, value=INT4, sink_tokens=70),
-    KVPolicy(name="recent", key=INT4, value=INT4, recent_tokens=5),
-    KVPolicy(name="window", key=INT4, value=INT4, window=Window(tokens=64, key=FP16)),
-    KVPolicy(name="everything", key=INT4, value=INT4, sink_tokens=3, recent_tokens=40, window=Window(tokens=64, value=FP16)),
-    KVPolicy(name="nothing_left", key=INT4, value=INT4, sink_tokens=300, recent_tokens=300, window=Window(tokens=64, key=FP16)),
-    KVPolicy(name="sliding", key=INT4, value=INT4, eviction=Eviction(window_tokens=64)),
-    KVPolicy(name="streaming", key=INT4, value=INT4, eviction=Eviction(window_tokens=128, sink_tokens=64)),
-    KVPolicy(name="few_sinks", key=INT4, value=INT4, eviction=Eviction(window_tokens=64, sink_tokens=70)),
-    KVPolicy(name="all_at_once", key=INT4, value=INT4, sink_tokens=4, recent_tokens=32, window=Window(tokens=64, key=FP16),
-             eviction=Eviction(window_tokens=64, sink_tokens=4)),
-]  # fmt: skip
-SPANS = [
-    [Span(0, 200, 0)],
-    [Span(200, 330, 200)],
-    [Span(129, 130, None)],
-    [Span(0, 50, 0), Span(50, 100, 50), Span(100, 101, 100), Span(101, 330, None)],
-    [Span(0, 1, 0), Span(1, 300, None)],
-]
-
-SLIDES = (None, 7, 70, 1, None, 1000, 70, None, None, 7)
-"""Sliding window of the tested layer, one per policy of POLICIES; None for full attention."""
-
-
-def evicts(policy: KVPolicy, start: int, position: int) -> bool:
-    """Return whether a position is no sink and lies on a page that has left the window completely after `start` tokens."""
-    if policy.eviction is None:
-        return False
-    latest = max(0, start - policy.eviction.window_tokens) // PAGE_TOKENS * PAGE_TOKENS
-    return policy.eviction.sink_tokens <= position < latest
-
-
-def source(policy: KVPolicy, slide: int | None, windowed: bool, start: int, row: int, position: int) -> str:
-    """Apply the rule to one position."""
-    if position > row:
-        return UNSEEN
-    beyond = slide is not None and position <= row - slide  # as in transformers.masking_utils.sliding_window_overlay
-    if beyond or (position < start and evicts(policy, start, position)):
-        return "evicted"
-    if position >= start:
-        return "chunk"
-    if position < policy.sink_tokens or position >= start - policy.recent_tokens:
-        return "sinks" if position < policy.sink_tokens else "recent"
-    if windowed and policy.window and position // PAGE_TOKENS >= policy.window.first_page(start):
-        return "window"
-    return "base"
-
-
-def source_grid(pieces: tuple[AttentionPiece, ...], rows: int, columns: int) -> np.ndarray:
-    """Return the source of every (row, column). Asserts that no two pieces claim the same place."""
-    grid = np.full((rows, columns), UNSEEN, object)
-    for piece in pieces:
-        mask = np.ones((rows, piece.high - piece.low), bool) if piece.mask_RT is None else piece.mask_RT.numpy()
-        part = grid[:, piece.low : piece.high]
-        assert (part[mask] == UNSEEN).all()
-        part[mask] = piece.source
-    return grid
-
-
-@pytest.mark.parametrize("spans", SPANS, ids=lambda spans: "-".join(str(span.end) for span in spans))
-@pytest.mark.parametrize("number", range(len(POLICIES)), ids=lambda number: POLICIES[number].name)
-def test_every_row_reads_each_token_once_from_the_right_copy(number: int, spans: list[Span]) -> None:
-    policy, slide = POLICIES[number], SLIDES[number]
-    starts = {row: row if span.start is None else span.start for span in spans for row in range(span.begin, span.end)}
-    covered: list[int] = []
-    for block in attention.plan_blocks(policy, spans, row_bytes=1, slides={slide}):
-        covered += range(block.begin, block.end)
-        assert set(block.pieces) == {(slide, False)} | ({(slide, True)} if policy.window else set())
-        for (_, windowed), pieces in block.pieces.items():
-            expected = [
-                [source(policy, slide, windowed, starts[row], row, position) for position in range(block.end)]
-                for row in range(block.begin, block.end)
-            ]
-            np.testing.assert_array_equal(source_grid(pieces, block.end - block.begin, block.end), expected)
-    assert covered == list(range(spans[0].begin, spans[-1].end))
-
-
 def test_a_blocks_scores_are_bounded_for_any_context() -> None:
     for row_bytes in (100, 1 << 19, 1 << 22):
-        blocks = attention.plan_blocks(POLICIES[0], [Span(0, 1000, 0)], row_bytes)
+        blocks = attention.plan_blocks(FP16_POLICY, [Span(0, 1000, 0)], row_bytes)
         rows = max(block.end - block.begin for block in blocks)
         assert rows == min(BLOCK_ROWS, BLOCK_BYTES // row_bytes)
-    assert max(block.end - block.begin for block in attention.plan_blocks(POLICIES[0], [Span(0, 9, 0)], 2 * BLOCK_BYTES)) == 1
+    assert max(block.end - block.begin for block in attention.plan_blocks(FP16_POLICY, [Span(0, 9, 0)], 2 * BLOCK_BYTES)) == 1
