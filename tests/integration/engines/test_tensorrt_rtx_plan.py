@@ -21,7 +21,6 @@ from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
-from stages.engines.tensorrt import engine as engine_module
 from stages.engines.tensorrt.build import GraphRefusal, build, parse
 from stages.engines.tensorrt.bundle import PlanRecord, load_weights
 from stages.engines.tensorrt.engine import load_engine
@@ -144,13 +143,6 @@ def test_a_gpu_without_a_type_is_named_with_other_targets(decoder: Path, tmp_pat
     onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", BY_NAME["fp8"])
     with pytest.raises(UserError, match=r"^backend\.compute_capabilities=\[80, 89\].*kv=fp8: .*sm80.*=\[89\]$"):
         make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=[80, 89])
-
-
-def test_a_missing_gpu_is_named(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(engine_module, "gpus", list)
-    with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU with a driver.*SM\) 8\.9 or 12\.0 and TensorRT for RTX 1\.7"):
-        load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
 
 
 def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,14 +271,6 @@ def test_numbers_that_are_not_finite_as_float32_are_refused(tiny_checkpoint: Pat
             check_finite(inspect_checkpoint(tmp_path / "given"))
 
 
-def test_a_scale_that_does_not_fit_its_codes_names_the_layer(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
-    file = tmp_path / "given" / "model.safetensors"
-    save_file(load_file(file) | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}, file)
-    with pytest.raises(UserError, match=r"^model\.path=.*cannot decompress model\.layers\.0\.mlp\.up_proj \(.*; download"):
-        write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
-
-
 @pytest.mark.parametrize(("key", "value"), [("strategy", "block"), ("dynamic", True), ("actorder", "group")])
 def test_codes_that_kvgate_does_not_read_are_refused(key: str, value: object, tiny_checkpoint: Path, tmp_path: Path) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "FP8")

@@ -15,7 +15,7 @@ from pipeline.config.compose import plan
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import ROUNDING, Job, open_backend
-from stages.engines.paged.kernel_layout import check_kernels, choose_layers
+from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.device import gpu_identity, resolve_device
 from stages.engines.torch.backend import FLOAT16_WEIGHTS
 from stages.engines.torch.config import TorchConfig
@@ -74,14 +74,6 @@ def test_a_refused_policy_is_named(change: dict[str, Any], key: str) -> None:
 def test_a_model_that_the_kernels_do_not_support_is_refused(shape: KVShape, q_heads: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_kernels(FP16_POLICY, shape, q_heads)
-
-
-def test_an_unsupported_layer_names_the_key_of_its_format() -> None:
-    override = LayerOverride(layers=(1,), value=Format(dtype="int4", group_size=128, **PER_GROUP))
-    policy = SHIPPED["fp8"].model_copy(update={"overrides": (override,)})
-    layers = choose_layers(policy, KVShape(layers=2, kv_heads=2, head_dim=64), 8)
-    assert (list(layers.layouts), list(layers.refusals)) == ([0], [1])
-    assert str(layers.refusals[1]) == "kv.overrides.0.value.group_size=128: does not divide the model's head_dim 64"
 
 
 def pretend_gpu(patch: pytest.MonkeyPatch, present: bool, capability: tuple[int, int] = (9, 0)) -> None:

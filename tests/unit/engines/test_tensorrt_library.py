@@ -39,15 +39,6 @@ def _fresh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("tensorrt", "pypi.nvidia.com"), ("tensorrt_rtx", r"pip install 'tensorrt-rtx-cu13>=1\.7,<1\.8'")]
-)
-def test_a_missing_library_is_named_with_how_to_get_it(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingRequirement, match=rf"backend={name} needs TensorRT.*{how}"):
-        load(name)
-
-
-@pytest.mark.parametrize(
     ("name", "version", "range_text"),
     [
         ("tensorrt", "10.9.0.34", r"TensorRT >= 10\.14 and < 12\.0"),
@@ -97,16 +88,6 @@ def test_plans_are_built_for_the_gpu_that_cuda_uses(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L40S")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
     assert cuda_gpu() == {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580.1"}
-
-
-def test_unusable_gpus_are_named_with_the_torch_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("backend", "library"):
-        monkeypatch.setattr(f"stages.engines.tensorrt.{module}.gpus", lambda: GPUS)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(
-        MissingRequirement, match=r"cannot use the GPU here \(NVIDIA H100 and NVIDIA L40S\): install a CUDA build"
-    ):
-        cuda_gpu()
 
 
 LLAMA = KVShape(layers=2, kv_heads=8, head_dim=128)
