@@ -4,59 +4,11 @@ from stages.core.records import Record
 from stages.policies.policy import PAGE_TOKENS
 
 
-class ProcessMemory(Record):
-    """Growth of the process while it held sequences. Only this growth reveals a copy of the cache that the engine does not
-    report."""
-
-    tokens: int
-    """Total tokens of the held sequences."""
-    grown_bytes: int
-    grown_again_bytes: int
-    """Growth beyond the engine's own report when the same sequences were held a second time."""
-    claimed_bytes: int
-    """Bytes that the policy claims for these sequences, or the growth of the pool that the engine reports, if larger."""
-    copy_bytes: int
-    """Bytes of a float16 copy of the held sequences."""
-    noise_bytes: int
-    """Change of the process's memory over the start and release of one sequence."""
-
-    @property
-    def excess_mib(self) -> float:
-        """Growth in MiB that the policy does not explain; 0 if it is less than half a float16 copy."""
-        excess = max(self.grown_bytes - self.claimed_bytes, self.grown_again_bytes)
-        return excess / (1 << 20) if 2 * excess > self.copy_bytes else 0.0
-
-    @property
-    def inconclusive(self) -> str | None:
-        """Reason why this measurement is inconclusive; None if it can be judged."""
-        if 4 * self.noise_bytes <= self.copy_bytes:
-            return None
-        noise, copy = (size / (1 << 20) for size in (self.noise_bytes, self.copy_bytes))
-        return f"the process's memory varies by {noise:.1f} MiB by itself, too much to detect a float16 copy of {copy:.1f} MiB"
-
-    def __str__(self) -> str:
-        return f"{self.tokens:,} tokens, of which a float16 copy takes {self.copy_bytes / (1 << 20):.1f} MiB"
-
-
 class Allocation(Record):
     """Comparison of the cache's allocated bytes with the policy's claim, while the stress test held sequences."""
 
     difference: str | None = None
     """First difference in the bytes that the engine reports; None if they match the policy."""
-    process: ProcessMemory | None = None
-    """None if the cache belongs to another process, or if the process's memory cannot be read."""
-
-    @property
-    def problem(self) -> str | None:
-        """Description of the first difference; None if the bytes match the policy."""
-        if self.difference is None and self.process is not None and self.process.excess_mib and not self.process.inconclusive:
-            return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
-        return self.difference
-
-    @property
-    def inconclusive(self) -> str | None:
-        """Reason why the process's memory is inconclusive; None if it can be judged."""
-        return self.process.inconclusive if self.process is not None else None
 
 
 class StressResult(Record):

@@ -9,7 +9,7 @@ from stages.core.records import Number, Record, finite
 from stages.core.strict import StrictModel
 from stages.policies.delivery import ScaleChangeKind
 
-RULES = 27
+RULES = 28
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 MAX_SAMPLES = 1_000_000

@@ -38,7 +38,6 @@ FEW = (
 EXPECTED_GATES = {
     "key_scale_head_x1_25": "conformance",
     "generate_other_callers": "free_answers",
-    "float16_copy_unreported": "allocation",
 }
 """Fault -> gate that must detect it; judged in addition to ALONE."""
 

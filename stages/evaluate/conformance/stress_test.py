@@ -18,7 +18,7 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import RESTING_TURN, StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.evaluate.conformance.walk import WAKES
-from stages.evaluate.decoding.system import allocation, process_memory
+from stages.evaluate.decoding.system import allocation
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.engine_tests import StressResult
@@ -57,7 +57,6 @@ def run_stress_test(
         max_tokens -= 1  # a request also generates one token after its last fed token
     largest = max(batch_size, config.max_batch)
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
-    held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
     comparer = SequenceComparer(engine, reference.with_limits_of(baseline))
     share = config.share(asked, max_tokens, claimed, largest)
@@ -75,7 +74,7 @@ def run_stress_test(
         share=share,
         page_offsets=len(test.offsets),
         failures=failures,
-        allocation=(test.allocation or allocation(engine)).model_copy(update={"process": held}),
+        allocation=test.allocation or allocation(engine),
         **asdict(test.counts),
     )
 

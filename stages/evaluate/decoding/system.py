@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from stages.core.errors import UserError
-from stages.core.memory import GIB, collect_memory, return_freed
+from stages.core.memory import GIB, return_freed
 from stages.core.records import LoadTimes, Progress, no_progress
-from stages.engines.interface import Engine, SupportsRequests, SupportsTiming
+from stages.engines.interface import Engine, SupportsTiming
 from stages.policies.policy import PAGE_TOKENS, live_tokens
-from stages.verdict.engine_tests import Allocation, ProcessMemory
+from stages.verdict.engine_tests import Allocation
 from stages.verdict.report import SystemMetrics
 from stages.workloads.config import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS, LoadConfig
 
@@ -91,63 +90,6 @@ def _time_load(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, pro
     memory = engine.memory()
     engine.release(sequences)
     return LoadTimes(first_token_ms, step_ms, memory)
-
-
-HELD_BYTES, HELD_TOKENS = 16 << 20, 256
-"""Size of a float16 copy of the sequences in `process_memory`, and maximum tokens per sequence."""
-
-
-def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
-    """Hold sequences and return the growth of the process's resident memory.
-
-    Returns None if the cache is in another process, if the platform has no STATM, or if the engine refuses the sequences.
-
-    First, one such sequence is prefilled and released twice, to allocate the buffers of prefills and to measure the noise.
-    Then all sequences are held twice. The first growth includes hidden copies that live as long as the pool. The second growth
-    includes only copies that are freed with their sequences, and shows them even if the pool already had its full size.
-    """
-    if isinstance(engine, SupportsRequests) or not STATM.exists():
-        return None
-    policy, shape = engine.policy, engine.shape
-    copied = 4 * shape.layers * shape.kv_heads * shape.head_dim
-    length = min(HELD_TOKENS, max_tokens // PAGE_TOKENS * PAGE_TOKENS)
-    room = engine.max_sequences or HELD_TOKENS
-    count = max(1, min(room - 1, round(HELD_BYTES / (copied * length))))
-    prompt = [token % engine.vocab_size for token in range(length)]
-    moved, before = 0, 0
-    collect_memory()
-    grown, added = [], []
-    try:
-        for number in range(2):
-            handles, _ = engine.prefill([prompt])
-            engine.release(handles)
-            after = resident_bytes()
-            moved = abs(after - before) if number else 0
-            before = after
-        for _ in range(2):
-            before, reported, handles = resident_bytes(), _reported_bytes(engine), list[int]()
-            try:
-                for _ in range(count):
-                    handles += engine.prefill([prompt])[0]
-                grown.append(resident_bytes() - before)
-                added.append(_reported_bytes(engine) - reported)  # an engine that freed its pages allocates them again
-            finally:
-                engine.release(handles)
-    except UserError:  # the engine refuses the prompt, which the stress test reports, or lacks room
-        return None
-    return ProcessMemory(
-        tokens=count * length,
-        grown_bytes=grown[0],
-        grown_again_bytes=grown[1] - added[1],
-        claimed_bytes=max(count * policy.sequence_bytes(shape, length), added[0]),
-        copy_bytes=count * length * copied,
-        noise_bytes=moved,
-    )
-
-
-def _reported_bytes(engine: Engine) -> int:
-    memory = engine.memory()
-    return memory.pool_bytes + memory.exact_bytes + memory.window_bytes
 
 
 def resident_bytes() -> int:

@@ -34,11 +34,8 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     stress = evidence.report.tests.stress
     if stress is not None:
         yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
-        problem = stress.allocation.problem
-        line = _line(Gate.ALLOCATION, "candidate", [problem] if problem else [], "allocated bytes match the policy")
-        if stress.allocation.inconclusive and line.status == "PASS":
-            line = line.model_copy(update={"status": "WARNING", "reason": f"{line.reason}; {stress.allocation.inconclusive}"})
-        yield line
+        difference = stress.allocation.difference
+        yield _line(Gate.ALLOCATION, "candidate", [difference] if difference else [], "allocated bytes match the policy")
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
         free = tests.free_answers
         text = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"

@@ -77,7 +77,7 @@ def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decod
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     assert computed <= last
     assert result.failures == []
-    assert result.allocation.problem is None
+    assert result.allocation.difference is None
     assert (result.tokens, result.batch, result.page_offsets) == (192, 6, PAGE_TOKENS)
     assert result.forks > 6
     assert result.requests > SMALL.requests
@@ -116,7 +116,7 @@ def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any, bri
     engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
     result = run_stress_test(engine, ReferenceEngine(reference), SMALL, 4, 150, no_progress)
     assert result.failures == []
-    assert result.allocation.problem is None
+    assert result.allocation.difference is None
     assert {1, 4, 6} <= {len(step.args[0]) for step in decode.call_args_list}
     assert result.forks == 0
 
