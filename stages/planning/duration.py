@@ -133,7 +133,7 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
     if not config.is_quick_check:
         stress = config.stress_test.limited(longest)
         limits = stress.max_tokens, longest, max(stress.max_batch, config.batch_size)
-        own = sum(question.prompt + question.answer for group in asked for question in group) if config.user_path else None
+        own = _distinct_tokens([question for group in asked for question in group]) if config.user_path else None
         half = stress.tokens(*limits, stress.share(own, *limits)) / 2
         pairs = half * stress.max_tokens / 4
         once += np.array([half, 0, pairs, stress.steps])
@@ -142,6 +142,12 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
         reference = 4 * sum(compared, NO_WORK) + np.array([half, 0, pairs, 0])
     together = -(-config.batch_size // LONG_QUESTIONS) + 1 if config.lengths else config.batch_size
     return VerdictWork(once + both[0], once + sum(both, NO_WORK), reference, (together + 2) * longest)
+
+
+def _distinct_tokens(asked: Sequence[Question]) -> int:
+    """Return the tokens of questions and answers; the tokens that the questions of a document share count once."""
+    shared = {question.sample.cluster: question.shared for question in asked}
+    return sum(question.prompt - question.shared + question.answer for question in asked) + sum(shared.values())
 
 
 def _ask(asked: Sequence[Question], batch: int) -> Work:

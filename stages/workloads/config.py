@@ -112,8 +112,9 @@ class StressTestConfig(StrictModel):
     def share(self, own: int | None, longest: int, claimed: int, largest: int) -> float:
         """Return the share of the test that runs: of its sequences, operations and repetitions of each kind.
 
-        The test should not take longer than the user's own questions, which have `own` tokens in total, but the share is at
-        least MIN_SHARE. If `own` is None (generated questions), the whole test runs. See `tokens` for the other arguments.
+        The test should not take longer than the user's own questions, which have `own` tokens (tokens that the questions of a
+        document share count once), but the share is at least MIN_SHARE. If `own` is None (generated questions), the whole test
+        runs. See `tokens` for the other arguments.
         """
         if own is None:
             return 1.0

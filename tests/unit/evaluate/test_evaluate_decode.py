@@ -14,7 +14,14 @@ from stages.core.records import Sample
 from stages.engines.interface import Logits
 from stages.evaluate.decoding.decode import DecodeStep, StoppingCriteria, decode
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.inputs.tokens import EncodedSample, control_samples, encode, repeated_samples, workloads_digest
+from stages.evaluate.inputs.tokens import (
+    EncodedSample,
+    control_samples,
+    distinct_tokens,
+    encode,
+    repeated_samples,
+    workloads_digest,
+)
 from stages.workloads.config import CONTROL_SAMPLES
 
 SAMPLES = [
@@ -193,6 +200,12 @@ def test_samples_share_the_prefix_of_their_document() -> None:
     assert {item.shared for item in encode(nested, CharTokenizer(), 9)} == {66}
     exactly = [replace(QUESTIONS[0], prompt=DOCUMENT[:64] + "ab"[i] * 2) for i in range(2)]
     assert {item.shared for item in encode(exactly, CharTokenizer(), 9)} == {64}
+
+
+def test_tokens_that_the_questions_of_a_document_share_count_once() -> None:
+    items = encode(QUESTIONS, CharTokenizer(), 9)
+    separate = sum(len(item.prompt) + len(item.reference) for item in items)
+    assert distinct_tokens(items) == separate - 2 * 2 * 73  # two documents, each shared by three questions
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
