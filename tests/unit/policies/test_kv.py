@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.policies.shipped import SHIPPED
 from helpers.refusals import refused
+from helpers.source_imports import ROOT
 from pydantic import ValidationError
 
 from pipeline.config.compose import plan
@@ -30,6 +31,14 @@ def test_a_window_costs_its_pages_twice_at_any_length() -> None:
     for tokens, pages in ((64, 1), (8_192, 128), (131_072, 128)):
         extra = aged.sequence_bytes(LLAMA_8B, tokens) - plain.sequence_bytes(LLAMA_8B, tokens)
         assert extra == pages * values_of_a_page + aged.exact_bytes(LLAMA_8B, 1)
+
+
+def test_the_aged_policy_needs_less_than_fp8_from_the_documented_length_on() -> None:
+    aged, fp8 = SHIPPED["fp8k_int4v_aged"], SHIPPED["fp8"]
+    lengths = range(64, 40_000, 64)
+    smaller = [tokens for tokens in lengths if aged.sequence_bytes(LLAMA_8B, tokens) < fp8.sequence_bytes(LLAMA_8B, tokens)]
+    assert smaller == list(range(19_712, 40_000, 64))
+    assert "requests of 19,712 tokens or more" in (ROOT / "docs" / "policies.md").read_text()
 
 
 @pytest.mark.parametrize(
