@@ -144,7 +144,7 @@ class RoutingConfig(StrictModel):
 
 
 class MonitorConfig(StrictModel):
-    """The snapshot of stage=monitor, and the limits that break a monitor."""
+    """Input file and limits of stage=monitor."""
 
     snapshot: PathText | None
     """JSON file with your servers' counts by workload."""

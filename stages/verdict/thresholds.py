@@ -59,7 +59,7 @@ class Thresholds(StrictModel):
     """Minimum share of the probability of right answers that is kept, over all questions. The limit is that of llm-compressor's
     lm-eval tests, whose recovery is a ratio of benchmark scores."""
     min_workload_recovery: Margin = 0.8
-    """Minimum share per workload. 15 questions can show this share without passing broken caches."""
+    """Minimum share per workload. 15 documents can show this share without passing broken caches."""
     min_baseline_probability: Share = 0.02
     """Minimum mean probability of right answers under the baseline. A workload below it cannot PASS, since it has little to
     lose."""

@@ -82,8 +82,8 @@ class StressTestConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests of the crowd, which is sent twice. A fifth are long. The second time, a third have other tokens. For each
-    request, the test also sends two pairs of short requests and lets the engine idle for 0.02 s."""
+    """Requests of the burst, which is sent twice. A fifth of the requests are long. The second time, a third have different
+    tokens. For each request, the test also sends two pairs of short requests and lets the engine idle for 0.02 s."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 
@@ -199,8 +199,9 @@ class WorkloadsConfig(StrictModel):
     """Cumulative share of the samples after each round, ascending to 1. A candidate runs rounds until its gates decide."""
     stress_test: StressTestConfig = Field(default_factory=StressTestConfig)
     full_pool: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """Number of requests of the full-pool test; 0 disables the test, null uses the backend's default. The requests are sent at
-    once to a pool that holds a third of their pages, in two rounds, and compared with the same requests in a large pool."""
+    """Number of requests of the full-pool test; 0 disables the test, null uses the backend's default. All requests
+    are sent at once, twice in different orders, to a pool that holds a third of their pages, and compared with the same
+    requests in a large pool."""
     speculation: SpeculationConfig | None = None
     """Drafters of speculative decoding whose acceptance rate is measured; null for none."""
     load: LoadConfig
