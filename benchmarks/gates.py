@@ -48,7 +48,7 @@ Shapes = Iterator[tuple[str, Array, Array]]
 def losses(base: Array, kept: Array, limit: float) -> Mean:
     """Return the losses (runs, pages) in units of the allowed loss (`stages.verdict.gates.answers`)."""
     allowed = (1 - limit) * base.mean(axis=1, keepdims=True)
-    return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, uncapped=True)
+    return Mean(1 - (kept - limit * base) / allowed, 1.0, best=-OUTLIER, worst=WORST, uncapped=True)
 
 
 def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Decisions:
@@ -158,7 +158,7 @@ def greedy(documents: int, rates: tuple[float, float], rho: float, figures: int)
     lost = (chance < rates[0]).astype(float) - (chance > 1 - rates[1])
     values, level = lost.mean(axis=2), ALPHA / 2 / figures
     looks = [math.ceil(documents * tenth / 10) for tenth in range(1, 11)]
-    failed = [Mean(values[:, :count], MARGIN, -OUTLIER * MARGIN).fails(level) for count in looks]
+    failed = [Mean(values[:, :count], MARGIN, best=-OUTLIER * MARGIN).fails(level) for count in looks]
     return round(100 * float(np.logical_or.reduce(failed).mean()), 1)
 
 

@@ -16,7 +16,7 @@ recovery, answers and accepted drafts), the level is an estimate; `python -m ben
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from statistics import NormalDist
 from typing import Literal
 
@@ -73,7 +73,7 @@ def _steps(gains: Array, stake: float) -> Array:
         return np.asarray(np.log1p(np.maximum(stake * gains, -1.0)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """The decision of a test, with the one-sided bound behind it."""
 
@@ -95,6 +95,7 @@ class Mean:
     values: Array
     """One value per document, (documents)."""
     limit: float
+    _: KW_ONLY
     best: float = 0.0
     """Lowest value that the stakes on a FAIL allow for."""
     worst: float | None = None
@@ -141,19 +142,21 @@ class Mean:
         with np.errstate(over="ignore", invalid="ignore"):  # the sum of finite values may overflow
             mean = float(self.values.mean()) if self.values.size else math.nan
         if not math.isfinite(mean):
-            return Result("FAIL", math.nan, math.nan, fail_level)
+            return Result(decision="FAIL", value=math.nan, bound=math.nan, level=fail_level)
         if self.fails(fail_level):
             target = -math.log(fail_level)
             failing_limit = _crossing(mean, -1.0, lambda limit: bool(log_score(self.fail_gains(limit), FAIL_STAKES) >= target))
-            return Result("FAIL", mean, max(failing_limit, self.limit), fail_level)
+            return Result(decision="FAIL", value=mean, bound=max(failing_limit, self.limit), level=fail_level)
         target = -math.log(pass_level)
         value = mean if self.uncapped else float(np.minimum(self.values, self.cap).mean())
         bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= target))
         bound = bound if self.uncapped else min(bound, self.cap)
         if not self.passes(pass_level):
             bound = min(bound, float(self._student_bound(t_level)))
-        passes = bool(self.passes(pass_level, t_level))
-        return Result("PASS" if passes else None, value, min(bound, self.limit) if passes else bound, pass_level + t_level)
+        level = pass_level + t_level
+        if self.passes(pass_level, t_level):
+            return Result(decision="PASS", value=value, bound=min(bound, self.limit), level=level)
+        return Result(decision=None, value=value, bound=bound, level=level)
 
     def needed_documents(self, level: float, max_documents: int, t_level: float = 0.0) -> int:
         """Estimate how many documents like these decide with a probability of POWER, at most `max_documents`."""
@@ -180,7 +183,9 @@ def skewed_upper_bound(values: Array, alpha: float) -> Array:
     """
     from scipy.special import stdtrit
 
-    n, mean, spread = values.shape[-1], values.mean(axis=-1), values.std(axis=-1, ddof=1)
+    n = values.shape[-1]
+    mean = values.mean(axis=-1)
+    spread = values.std(axis=-1, ddof=1)
     scale = np.where(spread > 0, spread, 1.0)
     skew = (((values - mean[..., None]) / scale[..., None]) ** 3).mean(axis=-1)
     score = stdtrit(n - 1, alpha) / math.sqrt(n) - skew / (6 * n)

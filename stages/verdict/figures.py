@@ -51,7 +51,7 @@ def describe_recovery(value: float, bound: float, status: str) -> str:
     return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Figure:
     """A mean over documents that a bet decides."""
 
@@ -76,13 +76,15 @@ class Figure:
 
     def test(self, fail_level: float, pass_level: float, *, last: bool) -> Result:
         """Test the figure. `last`: whether this is the last planned look."""
-        result = self.mean.test(fail_level, self.bet_share * pass_level, self.student_share * pass_level if last else 0.0)
+        t_level = self.student_share * pass_level if last else 0.0
+        result = self.mean.test(fail_level, self.bet_share * pass_level, t_level)
         passes = result.decision is None and self.sound_requests >= MIN_SOUND_REQUESTS
         return replace(result, decision="PASS") if passes else result
 
     def check(self, result: Result) -> Check:
         """Return the verdict line for a test's result."""
-        value, bound = self.to_shown(result.value), self.to_shown(result.bound)
+        value = self.to_shown(result.value)
+        bound = self.to_shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
         side = "at least" if self.to_shown(1.0) < self.to_shown(0.0) else "at most"
         text = (
@@ -96,7 +98,7 @@ class Figure:
                 f"bound), not {self.gate} ({self.threshold:g})"
             )
         status = result.decision or "INCONCLUSIVE"
-        return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)
+        return Check.of(self.gate, self.where, status=status, text=text, value=value, threshold=self.threshold, bound=bound)
 
     def _uncapped_clause(self, result: Result) -> str:
         """Return a clause with the uncapped mean, which tables and charts show; "" if no document is capped."""

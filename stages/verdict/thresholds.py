@@ -99,7 +99,9 @@ class Gate(StrEnum):
 
     def __new__(cls, key: str, heading: str = "", samples_decide: bool = True) -> Self:
         gate = str.__new__(cls, key)
-        gate._value_, gate.heading, gate.samples_decide = key, heading, samples_decide
+        gate._value_ = key
+        gate.heading = heading
+        gate.samples_decide = samples_decide
         return gate
 
     COMPLETE = "complete", "Complete"
@@ -141,6 +143,7 @@ class Check(Record):
         cls,
         gate: Gate,
         where: str,
+        *,
         status: LineStatus,
         text: str,
         value: Number = None,
@@ -148,8 +151,15 @@ class Check(Record):
         bound: Number = None,
     ) -> Self:
         """Return a line with the reason `{where}: {text}`. Numbers that are not finite become null."""
-        reason, value, bound = f"{where}: {text}", finite(value), finite(bound)
-        return cls(gate=gate, where=where, value=value, bound=bound, threshold=threshold, status=status, reason=reason)
+        return cls(
+            gate=gate,
+            where=where,
+            value=finite(value),
+            bound=finite(bound),
+            threshold=threshold,
+            status=status,
+            reason=f"{where}: {text}",
+        )
 
 
 class Verdict(Record):

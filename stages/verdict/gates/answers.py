@@ -48,9 +48,17 @@ class Recovery(Figure):
         baseline = float(baseline_totals.mean())
         # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
         # `threshold` of every document is exactly at the limit.
-        loss, limit = (1 - threshold) * baseline - (candidate_totals - threshold * baseline_totals), (1 - threshold) * baseline
-        mean = Mean(loss, limit, best=-OUTLIER * limit, worst=WORST * limit, uncapped=True)
-        return cls(Gate.RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline, thresholds=thresholds)
+        limit = (1 - threshold) * baseline
+        loss = limit - (candidate_totals - threshold * baseline_totals)
+        return cls(
+            gate=Gate.RECOVERY,
+            where=place,
+            mean=Mean(loss, limit, best=-OUTLIER * limit, worst=WORST * limit, uncapped=True),
+            threshold=threshold,
+            samples=len(rows),
+            baseline=baseline,
+            thresholds=thresholds,
+        )
 
     @property
     def is_weak(self) -> bool:
@@ -59,11 +67,12 @@ class Recovery(Figure):
 
     def test(self, fail_level: float, pass_level: float, *, last: bool) -> Result:
         if self.baseline <= 0:
-            return Result(None, math.nan, math.nan, pass_level)
+            return Result(decision=None, value=math.nan, bound=math.nan, level=pass_level)
         return super().test(fail_level, pass_level, last=last)
 
     def check(self, result: Result) -> Check:
-        value, bound = (1 - loss / self.baseline if self.baseline > 0 else math.nan for loss in (result.value, result.bound))
+        value = self._kept(result.value)
+        bound = self._kept(result.bound)
         documents = len(self.mean.values)
         advice = ""
         if result.decision != "FAIL" and self.is_weak:
@@ -78,7 +87,11 @@ class Recovery(Figure):
         key = Gate.RECOVERY if self.where == ALL else "min_workload_recovery"
         certainty = f"{100 * (1 - result.level):.4g} % certainty"
         text = f"{describe_recovery(value, bound, status)} with {certainty}, {key} is {100 * self.threshold:g} %{advice}"
-        return Check.of(self.gate, self.where, status, text, value, self.threshold, bound)
+        return Check.of(self.gate, self.where, status=status, text=text, value=value, threshold=self.threshold, bound=bound)
+
+    def _kept(self, loss: float) -> float:
+        """Return the kept share of the baseline's probability; NaN if the baseline has none."""
+        return 1 - loss / self.baseline if self.baseline > 0 else math.nan
 
 
 def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
@@ -101,7 +114,8 @@ def samples_needed(evidence: GateInput, later: Thresholds, still_open: Collectio
     figures = list(recovery(evidence, later)) if still_open else []
     if not figures or figures[0].is_weak:
         return {}
-    level, times = later.pass_alpha, dict.fromkeys((figure.where for figure in figures), 1.0)
+    level = later.pass_alpha
+    times = dict.fromkeys((figure.where for figure in figures), 1.0)
     for figure in figures:
         if not figure.is_weak:
             documents = len(figure.mean.values)
@@ -120,8 +134,15 @@ def _lost_answers(place: str, rows: Sequence[SampleRow]) -> Figure:
         f"{counted.lost} of {counted.judged} answers lost, {counted.gained} gained; accuracy {counted.candidate:.3f} vs "
         f"{counted.baseline:.3f}, change"
     )
-    mean = Mean(means(rows, lost), MARGIN, best=-OUTLIER * MARGIN)
-    return Figure(Gate.ACCURACY, place, mean, -MARGIN, label, lambda loss: -loss, must_pass=False)
+    return Figure(
+        gate=Gate.ACCURACY,
+        where=place,
+        mean=Mean(means(rows, lost), MARGIN, best=-OUTLIER * MARGIN),
+        threshold=-MARGIN,
+        label=label,
+        to_shown=lambda loss: -loss,
+        must_pass=False,
+    )
 
 
 def accuracy(evidence: GateInput, _: Thresholds) -> Iterator[Figure]:
@@ -145,20 +166,30 @@ def acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
     The loss of an answer is the log of the ratio between the baseline's tokens per pass and the candidate's. With the log,
     random gains and losses cancel out. An answer without counts fails.
     """
-    limit, threshold = -math.log1p(-thresholds.max_acceptance_loss), thresholds.max_acceptance_loss
+    limit = -math.log1p(-thresholds.max_acceptance_loss)
     for drafter in evidence.report.drafters:
         for workload, rows in by_workload(evidence.judged).items():
             values = means(rows, [_log_loss(row.acceptance.get(drafter)) for row in rows])
-            where, label = f"{workload}, drafts by {drafter}", "loss of acceptance length"
-            mean = Mean(values, limit, best=-OUTLIER * limit)
-            yield Figure(Gate.ACCEPTANCE, where, mean, threshold, label, lambda loss: -math.expm1(-loss))
+            yield Figure(
+                gate=Gate.ACCEPTANCE,
+                where=f"{workload}, drafts by {drafter}",
+                mean=Mean(values, limit, best=-OUTLIER * limit),
+                threshold=thresholds.max_acceptance_loss,
+                label="loss of acceptance length",
+                to_shown=lambda loss: -math.expm1(-loss),
+            )
 
 
 def unmeasured_acceptance(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield a WARNING for every drafter if no sample has an answer."""
     for drafter in () if evidence.judged else evidence.report.drafters:
-        where, text = f"all, drafts by {drafter}", "the acceptance length was not measured: no sample has an answer"
-        yield Check.of(Gate.ACCEPTANCE, where, "WARNING", text, threshold=thresholds.max_acceptance_loss)
+        yield Check.of(
+            Gate.ACCEPTANCE,
+            f"all, drafts by {drafter}",
+            status="WARNING",
+            text="the acceptance length was not measured: no sample has an answer",
+            threshold=thresholds.max_acceptance_loss,
+        )
 
 
 def _log_loss(counts: Acceptance | None) -> float:

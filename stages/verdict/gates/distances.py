@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from stages.verdict.bets import OUTLIER, Mean
+from stages.verdict.bets import OUTLIER, Array, Mean
 from stages.verdict.figures import ALL, Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
@@ -18,12 +18,20 @@ def distances(
     rows: Sequence[SampleRow], thresholds: Thresholds, where: str = "", *, must_pass: bool = True
 ) -> Iterator[Figure]:
     """Yield the figures on the mean KL and the top-10 overlap of some samples."""
-    tokens, limit = [row.scored_tokens for row in rows], thresholds.max_mean_kl
+    tokens = [row.scored_tokens for row in rows]
+    limit = thresholds.max_mean_kl
     kl = Mean(means(rows, [row.mean_kl for row in rows], tokens), limit)
-    yield Figure(Gate.MEAN_KL, where, kl, limit, "mean KL", must_pass=must_pass)
+    yield Figure(gate=Gate.MEAN_KL, where=where, mean=kl, threshold=limit, label="mean KL", must_pass=must_pass)
     missing = Mean(1 - means(rows, [row.top10_overlap for row in rows], tokens), 1 - MIN_TOP10_OVERLAP)
-    label = "top-10 overlap"
-    yield Figure(Gate.TOP10_OVERLAP, where, missing, MIN_TOP10_OVERLAP, label, lambda share: 1 - share, must_pass=must_pass)
+    yield Figure(
+        gate=Gate.TOP10_OVERLAP,
+        where=where,
+        mean=missing,
+        threshold=MIN_TOP10_OVERLAP,
+        label="top-10 overlap",
+        to_shown=lambda share: 1 - share,
+        must_pass=must_pass,
+    )
 
 
 def mean_distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
@@ -40,9 +48,15 @@ def mean_distances(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figu
 
 def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> bool:
     """Return whether `max_ruined_share` passes for this number of documents and requests if no request is ruined."""
-    limit = thresholds.max_ruined_share
-    figure = Figure(Gate.RUINED, ALL, Mean(np.zeros(documents), limit, worst=1.0), limit, sound_requests=requests)
+    figure = _ruined_share(np.zeros(documents), thresholds, sound_requests=requests)
     return figure.test(ALPHA, thresholds.pass_alpha, last=True).decision == "PASS"
+
+
+def _ruined_share(values: Array, thresholds: Thresholds, *, sound_requests: int, label: str = "") -> Figure:
+    """Return the figure on the share of ruined requests. `values`: the share by document."""
+    limit = thresholds.max_ruined_share
+    mean = Mean(values, limit, worst=1.0)
+    return Figure(gate=Gate.RUINED, where=ALL, mean=mean, threshold=limit, label=label, sound_requests=sound_requests)
 
 
 def outlier_shares(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figure]:
@@ -50,16 +64,19 @@ def outlier_shares(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figu
 
     The share of such tokens can only fail, because showing a share below 1/1000 would take thousands of documents.
     """
-    rows, ruin, limit = evidence.rows, OUTLIER * thresholds.max_mean_kl, thresholds.max_ruined_share
+    rows = evidence.rows
+    ruin = OUTLIER * thresholds.max_mean_kl
     ruined = [float(row.mean_kl is None or not row.mean_kl <= ruin) for row in rows]
     count = int(sum(ruined))
     label = f"requests with a mean KL above {ruin:g}: {count} of {len(rows):,}, share by document"
-    share = Mean(means(rows, ruined), limit, worst=1.0)
-    yield Figure(Gate.RUINED, ALL, share, limit, label, sound_requests=0 if count else len(rows))
-    far, tokens = [row.far_tokens for row in rows], [row.scored_tokens for row in rows]
+    sound_requests = 0 if count else len(rows)
+    yield _ruined_share(means(rows, ruined), thresholds, sound_requests=sound_requests, label=label)
+    far = [row.far_tokens for row in rows]
+    tokens = [row.scored_tokens for row in rows]
     label = f"tokens with a KL above {FAR_KL:g}: {sum(far):,} of {sum(tokens):,}, share by document"
-    share = Mean(means(rows, [hits / size for hits, size in zip(far, tokens, strict=True)], tokens), TAIL_SHARE, worst=1.0)
-    yield Figure(Gate.FAR_TOKENS, ALL, share, TAIL_SHARE, label, must_pass=False)
+    shares = means(rows, [hits / size for hits, size in zip(far, tokens, strict=True)], tokens)
+    mean = Mean(shares, TAIL_SHARE, worst=1.0)
+    yield Figure(gate=Gate.FAR_TOKENS, where=ALL, mean=mean, threshold=TAIL_SHARE, label=label, must_pass=False)
 
 
 def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
@@ -67,12 +84,18 @@ def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[C
 
     Logits that are not finite also fail a gate. A control that did not run is a FAIL.
     """
-    rows, factor = evidence.report.control.rows, evidence.report.control.factor
+    rows = evidence.report.control.rows
     tested = [figure.mean for figure in distances(rows, thresholds)] if rows else []
     kl = float(tested[0].values.mean()) if tested else math.nan
     noticed = any(mean.fails(ALPHA) for mean in tested)
     outcome = "; it did not run"
     if rows:
         outcome = ", noticed" if noticed else ", and no gate noticed: the evaluation does not see the cache"
-    text = f"with key scales x {factor:g} the mean KL is {kl:.3g}{outcome}"
-    yield Check.of(Gate.MUST_FAIL_CONTROL, "must-fail control", "PASS" if noticed else "FAIL", text, kl, thresholds.max_mean_kl)
+    yield Check.of(
+        Gate.MUST_FAIL_CONTROL,
+        "must-fail control",
+        status="PASS" if noticed else "FAIL",
+        text=f"with key scales x {evidence.report.control.factor:g} the mean KL is {kl:.3g}{outcome}",
+        value=kl,
+        threshold=thresholds.max_mean_kl,
+    )

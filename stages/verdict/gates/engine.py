@@ -20,9 +20,14 @@ def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):
         ranked = engine.ranked
         status: Status = "INCONCLUSIVE" if not ranked else "FAIL" if judged and ranked[0] > 1 else "PASS"
-        text = describe(engine, judged=judged)
-        worst = ranked[0] if ranked else None
-        yield Check.of(Gate.CONFORMANCE, where, status, text, worst, 1.0 if judged else None)
+        yield Check.of(
+            Gate.CONFORMANCE,
+            where,
+            status=status,
+            text=describe(engine, judged=judged),
+            value=ranked[0] if ranked else None,
+            threshold=1.0 if judged else None,
+        )
 
 
 def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
@@ -34,8 +39,8 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     stress = evidence.report.tests.stress
     if stress is not None:
         yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
-        difference = stress.allocation.difference
-        yield _line(Gate.ALLOCATION, "candidate", [difference] if difference else [], "allocated bytes match the policy")
+        differences = [stress.allocation.difference] if stress.allocation.difference else []
+        yield _line(Gate.ALLOCATION, "candidate", differences, "allocated bytes match the policy")
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
         free = tests.free_answers
         text = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
@@ -52,7 +57,8 @@ def _list_failures(failures: Sequence[str]) -> str:
 def _line(gate: Gate, where: str, failures: Sequence[str], passed: str) -> Check:
     fault = "does not compute its policy: " if gate == Gate.STRESS_TEST else ""
     text = f"{gate}: " + (fault + _list_failures(failures) if failures else passed)
-    return Check.of(gate, where, "FAIL" if failures else "PASS", text, len(failures), 0)
+    status: Status = "FAIL" if failures else "PASS"
+    return Check.of(gate, where, status=status, text=text, value=len(failures), threshold=0)
 
 
 def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
@@ -77,9 +83,8 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         text += f", {describe_bound(pool.requests_per_round, 'change')}"
     else:
         text += f": the pool was never full; send more requests with workloads.full_pool={2 * pool.requests_per_round}"
-    yield Check.of(
-        Gate.FULL_POOL, "candidate", status, f"full pool: {text}", len(pool.deviations) if pool.requests else None, 0
-    )
+    value = len(pool.deviations) if pool.requests else None
+    yield Check.of(Gate.FULL_POOL, "candidate", status=status, text=f"full pool: {text}", value=value, threshold=0)
 
 
 def scale_delivery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
@@ -96,4 +101,4 @@ def scale_delivery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Chec
     text = describe_changes(refused or changes) or "the engine uses the scales that its checkpoint carries"
     if changes and not refused:
         text += ", as gates.allow_scale_changes accepts"
-    yield Check.of(Gate.SCALE_DELIVERY, "candidate", status, f"scales: {text}", len(changes), 0)
+    yield Check.of(Gate.SCALE_DELIVERY, "candidate", status=status, text=f"scales: {text}", value=len(changes), threshold=0)

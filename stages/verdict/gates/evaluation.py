@@ -8,7 +8,7 @@ from stages.core.records import Sample
 from stages.verdict.figures import ALL, MIN_SOUND_REQUESTS, GateInput, by_workload
 from stages.verdict.gates.distances import shows_none_ruined
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import FAR_KL, Check, Gate, Thresholds
+from stages.verdict.thresholds import FAR_KL, Check, Gate, Status, Thresholds
 
 REQUIRED_NUMBERS = (
     "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",
@@ -22,14 +22,16 @@ UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the 
 
 def completeness(evidence: GateInput) -> Iterator[Check]:
     """Yield a FAIL if samples are missing or duplicated, if a number is missing or not finite, or if a round is missing."""
-    report, rows, fail = evidence.report, evidence.rows, partial(Check.of, Gate.COMPLETE, status="FAIL")
+    report, rows = evidence.report, evidence.rows
+    fail = partial(Check.of, Gate.COMPLETE, status="FAIL")
     if not rows:
         yield fail(ALL, text="no samples were evaluated")
     different = len({row.id for row in rows})
     if len(rows) != report.samples or different != len(rows):
         text = f"the report counts {report.samples} samples, samples.jsonl has {len(rows)} with {different} different ids"
         yield fail(ALL, text=text)
-    ran, planned = sorted({row.round for row in rows}), report.planned_rounds
+    ran = sorted({row.round for row in rows})
+    planned = report.planned_rounds
     if ran != list(range(1, len(ran) + 1)) or len(ran) > planned:
         numbers = ", ".join(map(str, ran))
         yield fail(ALL, text=f"samples.jsonl has rounds {numbers} of 1 to {planned}; rounds start at 1 and have no gaps")
@@ -51,14 +53,18 @@ def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
 
     If no sample has an answer, also check the number of documents over all workloads together.
     """
-    workloads, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
+    workloads = {row.workload for row in evidence.rows}
+    judged = {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
         if name not in (judged if answered else workloads):
-            yield Check.of(Gate.MIN_SAMPLES, name, "INCONCLUSIVE", "none of its samples ran yet; they are in a later round", 0)
+            text = "none of its samples ran yet; they are in a later round"
+            yield Check.of(Gate.MIN_SAMPLES, name, status="INCONCLUSIVE", text=text, value=0)
     if not judged:
-        count, minimum = len({row.document for row in evidence.rows}), thresholds.min_samples
+        count = len({row.document for row in evidence.rows})
+        minimum = thresholds.min_samples
+        status: Status = "PASS" if count >= minimum else "INCONCLUSIVE"
         text = f"no sample has an answer to judge, {count} documents have distances; gates.min_samples is {minimum}"
-        yield Check.of(Gate.MIN_SAMPLES, ALL, "PASS" if count >= minimum else "INCONCLUSIVE", text, count, minimum)
+        yield Check.of(Gate.MIN_SAMPLES, ALL, status=status, text=text, value=count, threshold=minimum)
 
 
 def too_few(samples: Sequence[Sample], thresholds: Thresholds) -> str | None:
@@ -97,7 +103,7 @@ def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
             f"{unseen}: the longest sample has {longest:,} tokens, {key} takes effect from {tokens:,} tokens on; ask longer "
             f"samples, or lower {key}"
         )
-        yield Check.of(Gate.TAKES_EFFECT, ALL, "INCONCLUSIVE", text, longest, tokens)
+        yield Check.of(Gate.TAKES_EFFECT, ALL, status="INCONCLUSIVE", text=text, value=longest, threshold=tokens)
 
 
 def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
@@ -105,7 +111,7 @@ def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     report = evidence.report
     if report.noise is None:
         text = "no noise floor was measured; set workloads.noise_samples to 1 or more"
-        yield Check.of(Gate.NOISE_FLOOR, "A/A noise", "INCONCLUSIVE", text)
+        yield Check.of(Gate.NOISE_FLOOR, "A/A noise", status="INCONCLUSIVE", text=text)
     for engine, noise in (("baseline", report.noise), ("candidate", report.candidate_noise)):
         if noise is None:
             continue
@@ -116,4 +122,4 @@ def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
             if value is None or value >= limit:
                 shown = "not a number" if value is None else f"{value:.3g}"
                 text = f"{limited} is finer than the {engine}'s own noise ({label} {shown})"
-                yield Check.of(Gate.NOISE_FLOOR, "A/A noise", "INCONCLUSIVE", text, value, limit)
+                yield Check.of(Gate.NOISE_FLOOR, "A/A noise", status="INCONCLUSIVE", text=text, value=value, threshold=limit)

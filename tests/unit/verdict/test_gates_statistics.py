@@ -1,6 +1,7 @@
 """The betting test behind the gates, checked by hand and by simulation: error levels, bounds, ranges and document means."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,8 +83,8 @@ def test_needed_documents_suffice_for_a_decision() -> None:
 @pytest.mark.parametrize(("documents", "uncapped"), [(20, False), (bets.MIN_T_DOCUMENTS, True)])
 def test_simulated_runs_are_decided_like_single_tests(documents: int, uncapped: bool) -> None:
     drawn = np.random.default_rng(6).exponential(np.linspace(0.01, 0.15, 80)[:, None], (80, documents))
-    runs = Mean(drawn, LIMIT, -CUT, 2 * LIMIT if uncapped else None, uncapped=uncapped)
-    single = [Mean(run, LIMIT, runs.best, runs.worst, uncapped=uncapped).test(0.01, 0.01, 0.01).decision for run in drawn]
+    runs = Mean(drawn, LIMIT, best=-CUT, worst=2 * LIMIT if uncapped else None, uncapped=uncapped)
+    single = [replace(runs, values=run).test(0.01, 0.01, 0.01).decision for run in drawn]
     together = np.select([runs.fails(0.01), runs.passes(0.01, 0.01)], ["FAIL", "PASS"], "")
     assert [decision or "" for decision in single] == together.tolist()
     assert set(single) == {"PASS", "FAIL", None}
