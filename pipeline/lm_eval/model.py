@@ -197,8 +197,8 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for step in decode(self.engine, encoded, self.batch_size):
             if not isinstance(step, DecodeStep):
                 continue
-            tokens = [encoded[i].reference[position] for i, position in zip(step.samples, step.positions, strict=True)]
-            yield [owners[i] for i in step.samples], tokens, step.logits_BV
+            tokens = [encoded[token.sample].reference[token.position] for token in step.tokens]
+            yield [owners[token.sample] for token in step.tokens], tokens, step.logits_BV
 
     def _answers(self, prompts: list[list[int]], limits: list[int], stops: list[list[str]]) -> Iterator[tuple[int, str]]:
         """Yield (prompt index, greedy answer) as soon as an answer is complete, cut before its first stop string.

@@ -28,6 +28,7 @@ from stages.evaluate.distances.distance import (
     LogProbsReader,
     SampleLogProbs,
     StepStatistics,
+    TokenStatistics,
     compare_logprobs,
     stored_logprobs,
     truncate_row,
@@ -137,16 +138,26 @@ class _Scores:
     baseline's first run, which is compared with itself."""
     recorded: list[LogProbs] | None
     """The engine's own log-probabilities, if they are recorded."""
-    tokens: list[tuple[float, ...]] = field(default_factory=list)
+    tokens: list[TokenStatistics] = field(default_factory=list)
     """Statistics by token of the reference."""
+
+    @classmethod
+    def start(cls, name: str, logprobs: LogProbsReader | None, repeated: Collection[str]) -> "_Scores":
+        """Return the empty scores of the sample with the id `name`. See `run_samples` for the other arguments."""
+        return cls(
+            baseline=None if logprobs is None else logprobs(name),
+            recorded=[] if logprobs is None or name in repeated else None,
+        )
 
     def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
         """Compare the row that predicts the next reference token with the baseline's. `greedy`: the row's most likely token."""
-        logprobs = None if self.recorded is None else truncate_row(distributions, row, token)
-        if self.recorded is not None and logprobs is not None:
-            self.recorded.append(logprobs)
-        stored = logprobs if self.baseline is None else self.baseline.at(len(self.tokens))
-        assert stored is not None, "a baseline records its log-probabilities"
+        if self.recorded is not None:
+            self.recorded.append(truncate_row(distributions, row, token))
+        if self.baseline is not None:
+            stored = self.baseline.at(len(self.tokens))
+        else:
+            assert self.recorded is not None, "a baseline records its log-probabilities"
+            stored = self.recorded[-1]
         self.tokens.append(compare_logprobs(stored, distributions, row, token, greedy))
 
 
@@ -178,31 +189,31 @@ def run_samples(
     results = {} if folder is None else folder.load()
     missing = [i for i in range(len(encoded)) if i not in results]
     counts = [len(item.reference) for item in encoded]
-    decoded, total = sum(counts[i] for i in results), sum(counts)
+    decoded = sum(counts[i] for i in results)
+    total = sum(counts)
     scores: dict[int, _Scores] = {}
     if missing:
         progress("forced decode [tokens]", decoded, total)
     for event in decode(engine, encoded, batch_size, stopping, chosen=missing, after_prefill=after_prefill, one_pass=one_pass):
         if isinstance(event, DecodeStep):
             distributions = Distributions(event.logits_BV)
-            for row, (i, position) in enumerate(zip(event.samples, event.positions, strict=True)):
-                if i not in scores:
-                    name = encoded[i].sample.id
-                    scores[i] = _Scores(logprobs and logprobs(name), [] if logprobs is None or name in repeated else None)
-                scores[i].add(encoded[i].reference[position], distributions, row, event.greedy[row])
+            for row, token in enumerate(event.tokens):
+                item = encoded[token.sample]
+                if token.sample not in scores:
+                    scores[token.sample] = _Scores.start(item.sample.id, logprobs, repeated)
+                scores[token.sample].add(item.reference[token.position], distributions, row, token.greedy)
             if observe is not None:
                 observe(event)
-            decoded += len(event.samples)
+            decoded += len(event.tokens)
         else:
             scored = scores.pop(event.sample)
-            statistics = StepStatistics(*np.array(scored.tokens).T)
+            statistics = StepStatistics.from_tokens(scored.tokens)
             if logprobs is None and not np.isfinite(statistics.baseline_nll).all():
                 raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
             results[event.sample] = replace(event, statistics=statistics)
             if folder is not None:
-                folder.save(
-                    results[event.sample], None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
-                )
+                recorded = None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
+                folder.save(results[event.sample], recorded)
         if decoded < total:
             progress("forced decode [tokens]", decoded, total)
         else:
@@ -291,7 +302,8 @@ def with_own_answer(sample: ScoredSample, stopping: StoppingCriteria) -> Encoded
 
     A sample with scored `results` keeps its reference, because the token ranges of the results are unknown in another answer.
     """
-    encoded, answer = sample.encoded, sample.answer
+    encoded = sample.encoded
+    answer = sample.answer
     if answer is None or not answer.correct or encoded.results:
         return None
     if probability(sample.result.statistics.baseline_nll, encoded) >= UNLIKELY:

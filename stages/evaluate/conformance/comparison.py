@@ -37,8 +37,11 @@ class ForcedDecodeComparison:
             batch_size: Maximum sequences per step. It determines whether the engine prefills shared prefixes separately.
             progress: Called with the number of compared requests.
         """
-        self.comparer, self.encoded, self.chosen = comparer, encoded, set(chosen)
-        self.batch_size, self.progress = batch_size, progress
+        self.comparer = comparer
+        self.encoded = encoded
+        self.chosen = set(chosen)
+        self.batch_size = batch_size
+        self.progress = progress
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
         """Worst figure of any request as a multiple of its allowed maximum, at least 1."""
@@ -49,18 +52,21 @@ class ForcedDecodeComparison:
 
     def take(self, step: DecodeStep) -> None:
         """Record a step. Call it while the sequences of the step are live."""
-        for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
+        for token, logits_V in zip(step.tokens, step.logits_BV, strict=True):
+            i, position = token.sample, token.position
             if i not in self.chosen:
                 continue
             item = self.encoded[i]
-            sequence = self._live[i] if i in self._live else self._live.setdefault(i, self._prefilled(item))
-            token = item.reference[position - 1] if position else item.prompt[-1]
-            place = None if step.rows is None else (step.rows[row], step.size)
-            sequence.feed([token], step.logits_BV[row], place, decoded=True)
+            if i not in self._live:
+                self._live[i] = self._prefilled(item)
+            sequence = self._live[i]
+            fed = item.reference[position - 1] if position else item.prompt[-1]
+            place = None if token.row is None else (token.row, step.size)
+            sequence.feed([fed], logits_V, place, decoded=True)
             last = position + 1 == len(item.reference)
             frees = self.comparer.frees_pages and (position == 0 or self.comparer.frees_next(sequence))
-            if step.sequences is not None and (last or frees):
-                self.comparer.observe(sequence, step.sequences[row])
+            if token.sequence is not None and (last or frees):
+                self.comparer.observe(sequence, token.sequence)
             elif step.request is not None and last:
                 self.comparer.observe_request(sequence, step.request)
             if last:

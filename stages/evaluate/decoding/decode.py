@@ -28,21 +28,28 @@ NO_TOKEN = -1
 """Placeholder for the most likely token of a row with non-finite logits. It equals no token id and ends an answer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class DecodedToken:
+    """A reference token that one row of a step predicts."""
+
+    sample: int
+    """Index of the sample."""
+    position: int
+    """Position in the sample's reference, from 0."""
+    greedy: int
+    """Most likely token, or NO_TOKEN."""
+    sequence: int | None = None
+    """Sequence handle, valid until the next step; None in a one-pass decode."""
+    row: int | None = None
+    """Index in the engine's decode step, which also has sequences that generate freely; None in a one-pass decode."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeStep:
     """Logits of one step of forced decode, one row per decoded token."""
 
-    samples: list[int]
-    """Index of each row's sample."""
-    positions: list[int]
-    """Position in the sample's reference, from 0, of the token that each row predicts."""
-    greedy: list[int]
-    """Most likely token per row, or NO_TOKEN."""
+    tokens: list[DecodedToken]
     logits_BV: Logits
-    sequences: list[int] | None = None
-    """Sequence handle per row, valid until the next step; None in a one-pass decode."""
-    rows: list[int] | None = None
-    """Index per row in the engine's decode step, which also has sequences that generate freely; None in a one-pass decode."""
     size: int = 1
     """Number of sequences in the engine's decode step."""
     request: int | None = None
@@ -150,24 +157,33 @@ def _decode_in_one_pass(
     size = batch_size if in_requests else 1
     indices = sort_by_length(encoded, indices) if in_requests else indices
     for begin in range(0, len(indices), size):
-        group = [(i, encoded[i]) for i in indices[begin : begin + size]]
-        requests = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for _, item in group]
+        group = indices[begin : begin + size]
+        items = [encoded[i] for i in group]
+        requests = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for item in items]
         if isinstance(engine, SupportsRequests):
             logits = engine.forced_together(requests)
         else:
             assert isinstance(engine, SupportsForced)
             logits = [engine.forced(*requests[0])]
-        for number, ((i, item), logits_BV) in enumerate(zip(group, logits, strict=True)):
+        for number, (i, item, logits_BV) in enumerate(zip(group, items, logits, strict=True)):
+            yield from _steps_of_sample(i, logits_BV[: len(item.reference)], request=number if in_requests else None)
             trace = Exercised()
-            request = number if in_requests else None
             if in_requests:
                 # The library may compute fewer requests together than it receives.
-                trace.note_step(len(item.prompt), len(item.reference) - 1, min(len(group), engine.max_batch or len(group)))
-            for first in range(0, len(item.reference), STEP_ROWS):
-                part = logits_BV[first : first + STEP_ROWS]
-                positions = list(range(first, first + len(part)))
-                yield DecodeStep([i] * len(part), positions, greedy_tokens(part), part, request=request)
-            yield SampleResult(i, None, trace)
+                together = min(len(group), engine.max_batch or len(group))
+                trace.note_step(len(item.prompt), len(item.reference) - 1, together)
+            yield SampleResult(sample=i, answer=None, trace=trace)
+
+
+def _steps_of_sample(sample: int, logits_BV: Logits, request: int | None) -> Iterator[DecodeStep]:
+    """Yield the logits of all positions of a sample in steps of at most STEP_ROWS rows."""
+    for first in range(0, len(logits_BV), STEP_ROWS):
+        part = logits_BV[first : first + STEP_ROWS]
+        tokens = [
+            DecodedToken(sample=sample, position=position, greedy=token)
+            for position, token in enumerate(greedy_tokens(part), start=first)
+        ]
+        yield DecodeStep(tokens=tokens, logits_BV=part, request=request)
 
 
 def _add_answers(
@@ -178,11 +194,13 @@ def _add_answers(
     stopping: StoppingCriteria,
 ) -> Iterator[DecodeStep | SampleResult]:
     """Yield the forced-decode events, then generate the answers that differ from the reference."""
-    deviating, forced = set[int](), dict[int, SampleResult]()
+    deviating: set[int] = set()
+    forced: dict[int, SampleResult] = {}
     for event in events:
         if isinstance(event, DecodeStep):
-            rows = zip(event.samples, event.positions, event.greedy, strict=True)
-            deviating |= {i for i, position, token in rows if token != encoded[i].reference[position]}
+            deviating |= {
+                token.sample for token in event.tokens if token.greedy != encoded[token.sample].reference[token.position]
+            }
             yield event
         elif not encoded[event.sample].sample.judged:
             yield event
@@ -255,20 +273,17 @@ class Batch:
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
             for s in self.live:
                 s.sample.trace.note_step(len(s.sample.item.prompt), s.position, len(self.live))
-            tokens = greedy_tokens(logits_BV)
-            forced = [row for row, s in enumerate(self.live) if not s.free]
-            if forced:
-                rows = [self.live[row] for row in forced]
-                yield DecodeStep(
-                    [s.sample.index for s in rows],
-                    [s.position for s in rows],
-                    [tokens[row] for row in forced],
-                    logits_BV if len(forced) == len(self.live) else logits_BV[forced],
-                    [s.handle for s in rows],
-                    forced,
-                    len(self.live),
-                )
-            yield from self._advance(tokens)
+            greedy = greedy_tokens(logits_BV)
+            tokens = [
+                DecodedToken(sample=s.sample.index, position=s.position, greedy=greedy[row], sequence=s.handle, row=row)
+                for row, s in enumerate(self.live)
+                if not s.free
+            ]
+            if tokens:
+                is_forced = [not s.free for s in self.live]
+                forced_BV = logits_BV if all(is_forced) else logits_BV[is_forced]
+                yield DecodeStep(tokens=tokens, logits_BV=forced_BV, size=len(self.live))
+            yield from self._advance(greedy)
 
     def _fill(self) -> None:
         """Admit waiting forks to the batch, then the next samples."""
@@ -280,7 +295,7 @@ class Batch:
         alone = [i for i in admitted if not (self.can_fork and self.encoded[i].shared)]
         handles = dict(zip(alone, self.engine.begin([self.encoded[i].prompt[:-1] for i in alone]), strict=True))
         for i in admitted:
-            sample = _RunningSample(i, self.encoded[i], [] if self.free else None)
+            sample = _RunningSample(i, self.encoded[i], answer=[] if self.free else None)
             handle = handles[i] if i in handles else self._fork_prefix(sample)
             self.live.append(_SampleSequence(sample, handle, sample.item.prompt[-1], free=self.free))
         if self.after_prefill is not None:
@@ -321,7 +336,8 @@ class Batch:
 
     def _feed_reference(self, sequence: _SampleSequence, token: int) -> bool:
         """Feed the next reference token; return whether the sequence continues. Fork it at its first deviation."""
-        sample, item = sequence.sample, sequence.sample.item
+        sample = sequence.sample
+        item = sample.item
         expected = sequence.input_token = item.reference[sequence.position]
         continues = sequence.position + 1 < len(item.reference)
         deviates = token != expected and sample.answer is None
@@ -331,7 +347,8 @@ class Batch:
         if self.stopping.add(sample.answer, token, item):
             return continues
         if not continues:  # nothing is left to score, so the sequence itself generates freely
-            sequence.free, sequence.input_token = True, token
+            sequence.free = True
+            sequence.input_token = token
             return True
         assert isinstance(self.engine, SupportsFork)
         fork = self.engine.fork(sequence.handle)
@@ -351,7 +368,7 @@ class Batch:
         answer = None
         if self.stopping is not None and sample.item.sample.judged:
             answer = sample.item.reference if sample.answer is None else tuple(sample.answer)
-        return SampleResult(sample.index, answer, sample.trace)
+        return SampleResult(sample=sample.index, answer=answer, trace=sample.trace)
 
 
 def sort_by_length(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:

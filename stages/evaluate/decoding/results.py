@@ -15,7 +15,7 @@ from stages.verdict.coverage import Exercised
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleResult:
     """The result of a sample whose sequences have all ended."""
 
@@ -43,7 +43,7 @@ class ResultFolder:
     def save(self, result: SampleResult, logprobs: SampleLogProbs | None) -> None:
         """Save the result of a sample, and the engine's own log-probabilities if they are recorded."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            "statistics": np.stack(list(vars(result.statistics).values())),
+            "statistics": result.statistics.stacked(),
             "trace": np.array(list(vars(result.trace).values()), np.int64),
         }
         if result.answer is not None:
@@ -62,14 +62,18 @@ class ResultFolder:
             if name is None or hashlib.sha256(content).hexdigest() != name[2]:
                 path.unlink()
                 continue
-            arrays, sample = load(content), int(name[1])
-            answer = tuple(arrays["answer"].tolist()) if "answer" in arrays else None
-            trace = Exercised(*arrays["trace"].tolist())
-            results[sample] = SampleResult(sample, answer, trace, StepStatistics(*arrays["statistics"]))
+            arrays = load(content)
+            sample = int(name[1])
+            results[sample] = SampleResult(
+                sample=sample,
+                answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
+                trace=Exercised(*arrays["trace"].tolist()),
+                statistics=StepStatistics.from_stacked(arrays["statistics"]),
+            )
         return results
 
     def logprobs(self, sample: int) -> SampleLogProbs:
         """Return the saved log-probabilities of a sample."""
         (path,) = self.directory.glob(f"{sample}-*.safetensors")
         arrays = load(path.read_bytes())
-        return SampleLogProbs(*(arrays[name] for name in LOGPROB_ARRAYS))
+        return SampleLogProbs(**{name: arrays[name] for name in LOGPROB_ARRAYS})

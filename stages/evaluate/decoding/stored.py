@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 from pydantic import BaseModel, Field, InstanceOf
 from safetensors.numpy import load_file, save_file
 
@@ -62,7 +61,7 @@ class Round(BaseModel):
     def write(self, out: Path) -> None:
         """Write the files that `read_round` reads."""
         # A sample may be called __metadata__, which safetensors keeps for itself.
-        arrays = {f"{name}{STEPS}": np.stack(list(vars(steps).values())) for name, steps in self.statistics.items()}
+        arrays = {f"{name}{STEPS}": steps.stacked() for name, steps in self.statistics.items()}
         save_file(arrays, str(out / STATISTICS))
         (out / ROUND).write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
@@ -71,7 +70,7 @@ def read_round(directory: Path) -> Round:
     """Read the files that `Round.write` wrote."""
     stored = Round.model_validate_json((directory / ROUND).read_text(encoding="utf-8"))
     arrays = load_file(str(directory / STATISTICS))
-    statistics = {name.removesuffix(STEPS): StepStatistics(*rows) for name, rows in arrays.items()}
+    statistics = {name.removesuffix(STEPS): StepStatistics.from_stacked(rows) for name, rows in arrays.items()}
     return stored.model_copy(update={"statistics": statistics})
 
 
@@ -106,11 +105,13 @@ def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: floa
     """
     workloads: dict[str, list[tuple[Sample, JudgedAnswer, float]]] = {}
     for item in measured.scored(encoded):
-        sample, answer = item.sample, measured.answers.get(item.sample.id)
+        sample = item.sample
+        answer = measured.answers.get(sample.id)
         if answer is not None:
             chance = probability(measured.statistics[sample.id].baseline_nll, item)
             workloads.setdefault(sample.workload, []).append((sample, answer, chance))
-    weak, failures = {}, []
+    weak: dict[str, str] = {}
+    failures: list[tuple[Sample, str]] = []
     for name, answers in sorted(workloads.items()):
         mean = fmean(chance for *_, chance in answers)
         if not mean >= minimum:
@@ -132,7 +133,13 @@ SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
 def _describe_answer(sample: Sample, answer: str) -> str:
     """Return a line with the end of a question, its reference and the answer, without secrets."""
     question = sample.messages[-1][1] if sample.messages else sample.prompt
-    question, reference, answer = (" ".join(redact_text(text).split()) for text in (question, sample.reference, answer))
-    shown_question = printable(question if len(question) <= SHOWN_CHARS else f"...{question[3 - SHOWN_CHARS :]}")
-    reference, answer = short(reference, SHOWN_CHARS), short(answer, SHOWN_CHARS)
-    return f'{sample.id} (check "{sample.check}"): asked {shown_question!r}, expected {reference!r}, answered {answer!r}'
+    question = _one_line(question)
+    if len(question) > SHOWN_CHARS:
+        question = f"...{question[3 - SHOWN_CHARS :]}"
+    expected = short(_one_line(sample.reference), SHOWN_CHARS)
+    answered = short(_one_line(answer), SHOWN_CHARS)
+    return f'{sample.id} (check "{sample.check}"): asked {printable(question)!r}, expected {expected!r}, answered {answered!r}'
+
+
+def _one_line(text: str) -> str:
+    return " ".join(redact_text(text).split())

@@ -15,7 +15,7 @@ near 1. Exponentials over the vocabulary are in float32, because they affect onl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,32 +40,68 @@ MIN_REST_MASS = 1e-15
 """Lower bound of the rest's mass. The mass is a difference of two sums near 1, so smaller values are rounding errors."""
 
 
-@dataclass(frozen=True)
+class TokenStatistics(NamedTuple):
+    """Statistics of a scored token. A non-finite candidate logit makes all but `baseline_nll` NaN."""
+
+    baseline_nll: float
+    """Negative log-likelihood of the reference token under the baseline, in nats."""
+    kl: float = np.nan
+    """KL divergence of the candidate from the baseline, in nats."""
+    candidate_nll: float = np.nan
+    """Negative log-likelihood of the reference token under the candidate, in nats."""
+    top1: float = np.nan
+    """1.0 if both engines have the same most likely token, else 0.0."""
+    top10: float = np.nan
+    """Share of the baseline's TOP_K most likely tokens that are among the candidate's."""
+    delta_p: float = np.nan
+    """Probability of the reference token under the candidate, minus its probability under the baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepStatistics:
-    """Statistics of scored tokens, of shape (tokens,). A non-finite candidate logit makes all but `baseline_nll` NaN."""
+    """The `TokenStatistics` of scored tokens, one array of shape (tokens,) per field."""
 
     kl: Array
-    """KL divergence of the candidate from the baseline, in nats."""
     baseline_nll: Array
-    """Negative log-likelihood of the reference token under the baseline, in nats."""
     candidate_nll: Array
-    """Negative log-likelihood of the reference token under the candidate, in nats."""
     top1: Array
-    """1.0 if both engines have the same most likely token, else 0.0."""
     top10: Array
-    """Share of the baseline's TOP_K most likely tokens that are among the candidate's."""
     delta_p: Array
-    """Probability of the reference token under the candidate, minus its probability under the baseline."""
+
+    @classmethod
+    def from_tokens(cls, tokens: Sequence[TokenStatistics]) -> "StepStatistics":
+        """Collect the statistics of tokens."""
+        return cls(**{item.name: np.array([getattr(token, item.name) for token in tokens], np.float64) for item in fields(cls)})
 
     @classmethod
     def empty(cls, tokens: int) -> "StepStatistics":
         """Return statistics of `tokens` tokens, filled with NaN."""
-        return cls(*np.full((6, tokens), np.nan))
+        return cls.from_tokens([TokenStatistics(baseline_nll=np.nan)] * tokens)
 
     @classmethod
     def joined(cls, parts: "Sequence[StepStatistics]") -> "StepStatistics":
         """Concatenate the statistics of all parts."""
-        return cls(*(np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(cls)))
+        return cls.from_stacked(np.concatenate([part.stacked() for part in parts], axis=1))
+
+    def stacked(self) -> Array:
+        """Return one array with a row per field: (fields, tokens)."""
+        return np.stack([getattr(self, item.name) for item in fields(self)])
+
+    @classmethod
+    def from_stacked(cls, rows: Array) -> "StepStatistics":
+        """Return the statistics whose `stacked` array has these rows."""
+        return cls(**{item.name: row for item, row in zip(fields(cls), rows, strict=True)})
+
+
+class MassSplit(NamedTuple):
+    """The probability mass of a row, split between some tokens and the rest."""
+
+    logp: Array
+    """Log-probabilities (K) of the tokens."""
+    rest: float
+    """Mass of all other tokens."""
+    log_sum: float
+    """Log-sum-exp of the row."""
 
 
 class Distributions:
@@ -81,25 +117,22 @@ class Distributions:
         self._peaks = peaks[:, 0].astype(np.float64)
         self._totals = self._weights_BV.sum(axis=1, dtype=np.float64)
 
-    def split(self, row: int, tokens: npt.NDArray[np.integer]) -> tuple[Array, float, float]:
-        """Split the mass of a finite row between distinct `tokens` (K) and the rest.
-
-        Returns:
-            Log-probabilities (K) of the tokens, the mass of all other tokens, and the log-sum-exp of the row.
-        """
+    def split(self, row: int, tokens: npt.NDArray[np.integer]) -> MassSplit:
+        """Split the mass of a finite row between distinct `tokens` (K) and the rest."""
         logits = self.logits_BV[row, tokens].astype(np.float64) - self._peaks[row]
         rest = 0.0
         if len(tokens) < self.logits_BV.shape[1]:
             rest = max(float(self._totals[row] - self._weights_BV[row, tokens].sum(dtype=np.float64)), MIN_REST_MASS)
         total = float(np.exp(logits).sum()) + rest
         log_total = float(np.log(total))
-        return logits - log_total, rest / total, self._peaks[row] + log_total
+        return MassSplit(logp=logits - log_total, rest=rest / total, log_sum=self._peaks[row] + log_total)
 
     def top_tokens(self, row: int) -> npt.NDArray[np.integer]:
         """Return the most likely tokens: the fewest that leave at most REST_MASS, but at least TOP_K and at most the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
-        min_count, cap = min(TOP_K, vocab), max_kept_tokens(vocab)
+        min_count = min(TOP_K, vocab)
+        cap = max_kept_tokens(vocab)
         # All tokens below this logit together have less than REST_MASS.
         lowest = self._peaks[row] + np.log(self._totals[row] * REST_MASS / vocab)
         tokens = np.flatnonzero(logits >= lowest)
@@ -112,7 +145,7 @@ class Distributions:
         return tokens[: max(min_count, enough)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LogProbs:
     """Truncated distribution of the next token."""
 
@@ -131,7 +164,7 @@ def max_kept_tokens(vocab_size: int) -> int:
     return min(vocab_size, max(vocab_size // 8, MIN_CAP))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleLogProbs:
     """The concatenated log-probabilities of a sample's N scored tokens."""
 
@@ -158,7 +191,12 @@ class SampleLogProbs:
     def at(self, position: int) -> LogProbs:
         """Return the log-probabilities of a scored token."""
         part = slice(self.offsets[position], self.offsets[position + 1])
-        return LogProbs(self.tokens[part], self.logp[part], float(self.rest[position]), float(self.reference[position]))
+        return LogProbs(
+            tokens=self.tokens[part],
+            logp=self.logp[part],
+            rest=float(self.rest[position]),
+            reference=float(self.reference[position]),
+        )
 
 
 LOGPROB_ARRAYS = tuple(item.name for item in fields(SampleLogProbs))
@@ -172,10 +210,15 @@ def truncate_row(distributions: Distributions, row: int, token: int) -> LogProbs
     logits = distributions.logits_BV[row]
     ids = np.uint16 if len(logits) <= 1 << 16 else np.uint32
     if not distributions.finite[row]:
-        return LogProbs(np.zeros(1, ids), np.full(1, np.nan, np.float32), np.nan, np.nan)
+        return LogProbs(tokens=np.zeros(1, ids), logp=np.full(1, np.nan, np.float32), rest=np.nan, reference=np.nan)
     tokens = distributions.top_tokens(row)
-    logp, rest, log_sum = distributions.split(row, tokens)
-    return LogProbs(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum)
+    split = distributions.split(row, tokens)
+    return LogProbs(
+        tokens=tokens.astype(ids),
+        logp=split.logp.astype(np.float32),
+        rest=split.rest,
+        reference=float(logits[token]) - split.log_sum,
+    )
 
 
 def write_logprobs(path: Path, samples: Iterable[tuple[str, SampleLogProbs]]) -> None:
@@ -186,38 +229,42 @@ def write_logprobs(path: Path, samples: Iterable[tuple[str, SampleLogProbs]]) ->
 def stored_logprobs(path: Path) -> LogProbsReader:
     """Return a function that reads a sample's log-probabilities from a file that `write_logprobs` wrote."""
     file: Any = safe_open(str(path), framework="numpy")
-    return lambda name: SampleLogProbs(*(file.get_tensor(f"{name}/{array}") for array in LOGPROB_ARRAYS))
+    return lambda name: SampleLogProbs(**{array: file.get_tensor(f"{name}/{array}") for array in LOGPROB_ARRAYS})
 
 
-def _kl(baseline: LogProbs, logq: Array, rest_q: float) -> float:
-    """Return the KL. `logq` (K): the candidate's log-probabilities of the kept tokens; `rest_q`: its mass of all others."""
+def _kl(baseline: LogProbs, candidate: MassSplit) -> float:
+    """Return the KL. `candidate`: the candidate's row, split between the baseline's tokens and the rest."""
     logp = baseline.logp.astype(np.float64)
     # Stored probabilities sum to 1 only within a few 1e-8. This error alone could make a KL negative.
     total = float(np.exp(logp).sum()) + baseline.rest
-    logp, rest_p = logp - np.log(total), baseline.rest / total
-    kl = float((np.exp(logp) * (logp - logq)).sum())
-    if rest_p > 0:
-        kl += rest_p * float(np.log(rest_p / rest_q))
+    logp -= np.log(total)
+    rest = baseline.rest / total
+    kl = float((np.exp(logp) * (logp - candidate.logp)).sum())
+    if rest > 0:
+        kl += rest * float(np.log(rest / candidate.rest))
     return max(kl, 0.0) if np.isfinite(kl) else float("nan")
 
 
-def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
-    """Compare a row of the candidate with the baseline's; return the fields of StepStatistics in their order."""
+def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> TokenStatistics:
+    """Compare a row of the candidate with the baseline's.
+
+    `token`: the reference token; `greedy`: the candidate's most likely token.
+    """
     if not candidate.finite[row]:
-        return (np.nan, -baseline.reference, np.nan, np.nan, np.nan, np.nan)
-    logq, rest_q, log_sum = candidate.split(row, baseline.tokens)
+        return TokenStatistics(baseline_nll=-baseline.reference)
+    split = candidate.split(row, baseline.tokens)
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
     # A token is among the k most likely tokens if fewer than k tokens are more likely.
     likelier = (logits[None, :] > logits[baseline.tokens[:k], None]).sum(axis=1)
-    candidate_token = float(logits[token]) - log_sum
-    return (
-        _kl(baseline, logq, rest_q),
-        -baseline.reference,
-        -candidate_token,
-        float(int(baseline.tokens[0]) == greedy),
-        float((likelier < k).sum()) / k,
-        float(np.exp(candidate_token) - np.exp(baseline.reference)),
+    candidate_token = float(logits[token]) - split.log_sum
+    return TokenStatistics(
+        baseline_nll=-baseline.reference,
+        kl=_kl(baseline, split),
+        candidate_nll=-candidate_token,
+        top1=float(int(baseline.tokens[0]) == greedy),
+        top10=float((likelier < k).sum()) / k,
+        delta_p=float(np.exp(candidate_token) - np.exp(baseline.reference)),
     )
 
 

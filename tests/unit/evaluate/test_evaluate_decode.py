@@ -46,7 +46,9 @@ Rows = dict[tuple[int, int], np.ndarray]
 def rows_of(*arguments: Any, **options: Any) -> Rows:
     """Return the logits of a decode by sample and position."""
     steps = steps_of(*arguments, **options)
-    return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
+    return {
+        (token.sample, token.position): row for step in steps for token, row in zip(step.tokens, step.logits_BV, strict=True)
+    }
 
 
 def assert_same(actual: Rows, expected: Rows) -> None:

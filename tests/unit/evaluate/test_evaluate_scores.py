@@ -14,6 +14,8 @@ from stages.evaluate.distances.distance import (
     Distributions,
     LogProbs,
     SampleLogProbs,
+    StepStatistics,
+    TokenStatistics,
     compare_logprobs,
     kl_of_logits,
     log_softmax,
@@ -37,9 +39,9 @@ def all_logprobs(logits: Logits, token: int = 0) -> list[LogProbs]:
 def compare(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return the statistics of the full distributions and of the truncated ones, each (rows, statistics)."""
     logprobs, distributions = all_logprobs(baseline, token), Distributions(candidate)
-    rows = np.array([
-        compare_logprobs(stored, distributions, row, token, int(candidate[row].argmax())) for row, stored in enumerate(logprobs)
-    ])  # fmt: skip
+    greedy = candidate.argmax(axis=1).tolist()
+    compared = [compare_logprobs(stored, distributions, row, token, greedy[row]) for row, stored in enumerate(logprobs)]
+    rows = StepStatistics.from_tokens(compared).stacked().T
     full = log_softmax(baseline).astype(np.float32)  # as precise as stored log-probabilities
     p, q = log_softmax(full), log_softmax(candidate)
     # Sort by logits, because different logits may round to equal log-probabilities.
@@ -96,13 +98,14 @@ def test_a_row_with_a_non_finite_logit_is_nan_and_affects_no_other_row(value: fl
     distributions = Distributions(broken)
     greedy = [-1 if row == 1 else int(broken[row].argmax()) for row in range(3)]
     logprobs = all_logprobs(baseline)
-    rows = np.array([compare_logprobs(stored, distributions, row, 0, greedy[row]) for row, stored in enumerate(logprobs)])
-    assert np.isnan(rows[1, [0, 2, 3, 4, 5]]).all()
-    assert (rows[[0, 2], 0] < 1e-11).all()
+    rows = [compare_logprobs(stored, distributions, row, 0, greedy[row]) for row, stored in enumerate(logprobs)]
+    assert rows[1] == pytest.approx(TokenStatistics(baseline_nll=rows[1].baseline_nll), nan_ok=True)
+    assert np.isfinite(rows[1].baseline_nll)
+    assert max(rows[0].kl, rows[2].kl) < 1e-11
     stored = all_logprobs(broken)[1]
     assert np.isnan([stored.reference, stored.rest, float(stored.logp[0])]).all()
     recompared = compare_logprobs(stored, Distributions(baseline), 1, 0, 0)
-    assert np.isnan([recompared[0], recompared[1]]).all()
+    assert np.isnan([recompared.kl, recompared.baseline_nll]).all()
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(3000, np.uint16), (1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
