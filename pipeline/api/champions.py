@@ -8,9 +8,9 @@ from pathlib import Path
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.config.config import Config
+from pipeline.evidence.findings import require_same
 from pipeline.evidence.reading import Evidence, download_evidence, identities, registered_evidence, write_questions
 from pipeline.evidence.verify import replay
-from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
 from stages.checkpoints.places import checkpoint_label
 from stages.core.errors import GateRefusal, MissingRequirement, UserError

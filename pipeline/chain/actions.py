@@ -12,12 +12,12 @@ from pipeline.cli.upkeep import prune, show_status
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage
+from pipeline.evidence.findings import require_same
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.registry import routing, summary
 from pipeline.registry.monitors import read_snapshot
-from pipeline.registry.promotion import require_same
 from pipeline.store.store import used
 from stages.core.errors import GateRefusal, UserError
 from stages.core.files import store_of

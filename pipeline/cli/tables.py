@@ -6,8 +6,9 @@ from pathlib import Path
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.progress import duration
+from pipeline.evidence.findings import Finding
 from pipeline.registry import promotion
-from pipeline.registry.promotion import Finding, PromotionMove
+from pipeline.registry.promotion import PromotionMove
 from pipeline.registry.tracking import Location
 from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.memory import GIB

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.signing import SIGNATURE_FILE
+from pipeline.evidence.findings import Finding
 from pipeline.evidence.identity import (
     IDENTITY_FILE,
     Identity,
@@ -24,7 +25,6 @@ from pipeline.evidence.identity import (
     read_identity,
     round_input,
 )
-from pipeline.registry.promotion import Finding
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError

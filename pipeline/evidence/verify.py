@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.config.signing import SigningConfig
+from pipeline.evidence.findings import Finding, first_refusal
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import Evidence, lineage, registered_evidence
-from pipeline.registry.promotion import Finding, RegisteredEngine
+from pipeline.registry.promotion import RegisteredEngine
 from pipeline.registry.tracking import Version
 from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import FILES_WITH_END_TOKENS, TOKENIZER_FILES
@@ -90,21 +90,28 @@ def registered_engine(
         GateRefusal: the evidence is missing or unreadable, or another version of the gates' rules decided it.
     """
     evidence = registered_evidence(directories, version)
-    candidate, report = evidence.candidate(version.tags.get("kv", evidence.identity.policy)), evidence.report
+    candidate = evidence.candidate(version.tags.get("kv", evidence.identity.policy))
+    report = evidence.report
     assert report is not None, "registered_evidence checks it"
     record = dict[str, Any]()
     with suppress(UserError):  # the replay reports a bundle that cannot be read
         record = read_bundle(candidate.engine.path)
     try:
-        policy, built_for = evidence.identity.kv, Limits.of_bundle(record)
+        policy = evidence.identity.kv
+        built_for = Limits.of_bundle(record)
         beyond = report.limits.exceeded_by(built_for) if report.limits is not None else None
         verdict = evidence.identity.verdict if gates is None else decide(report, evidence.rows, gates)
     except (KeyError, ValueError) as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     registered = {"run_id": version.run_id, "version": version.number}
     candidate = candidate.model_copy(update=registered | Candidate.decided(verdict))
-    workloads = frozenset(row.workload for row in evidence.rows)
-    return RegisteredEngine(candidate, beyond, policy, workloads, partial(replay, evidence, signing))
+    return RegisteredEngine(
+        candidate=candidate,
+        beyond=beyond,
+        policy=policy,
+        workloads=frozenset(row.workload for row in evidence.rows),
+        replay=lambda: first_refusal(replay(evidence, signing)),
+    )
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from getpass import getuser
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pipeline.registry.moves import Move, make_moves, route_back, route_of
 from pipeline.registry.tracking import CHAMPION, LostFiles, RegisteredModel, Version
@@ -78,33 +78,7 @@ def live_tokens(candidate: Candidate) -> float:
     return candidate.metrics.get("memory/max_live_tokens", -math.inf)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of a replay of evidence: the checked part, and how it compares with the record."""
-
-    name: str
-    status: Literal["same", "differs", "missing"]
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.status}, {self.detail}"
-
-
-def require_same(what: str, findings: Sequence[Finding]) -> None:
-    """Check that all findings of a replay are "same".
-
-    Raises:
-        GateRefusal: some part differs.
-        MissingRequirement: no part differs, but some part is missing.
-    """
-    names = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
-    if names["differs"]:
-        raise GateRefusal(f"{what} differs from the judged engine: {', '.join(names['differs'])}")
-    if names["missing"]:
-        raise MissingRequirement(f"{what} could not be verified, missing: {', '.join(names['missing'])}")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RegisteredEngine:
     """A registered engine with its evidence, which was read from this machine once."""
 
@@ -115,13 +89,12 @@ class RegisteredEngine:
     policy: KVPolicy
     workloads: frozenset[str]
     """Workloads that the engine was judged on."""
-    replay: Callable[[], Sequence[Finding]]
-    """Checks the evidence again, as `pipeline.evidence.verify.replay` does."""
+    replay: Callable[[], GateRefusal | MissingRequirement | None]
+    """Checks the evidence again; returns the refusal if some part is not the same (`pipeline.evidence.findings`)."""
 
     @cached_property
-    def _problem(self) -> Finding | None:
-        problems = [finding for finding in self.replay() if finding.status != "same"]
-        return min(problems, key=lambda finding: finding.status == "missing", default=None)  # what is missing comes last
+    def _problem(self) -> GateRefusal | MissingRequirement | None:
+        return self.replay()
 
     def verify(self) -> None:
         """Check the evidence, the verdict and the limits again. The evidence is replayed only once, because that takes seconds.
@@ -131,7 +104,7 @@ class RegisteredEngine:
             MissingRequirement: no part differs, but a file, a library or the user's questions are missing.
         """
         if self._problem is not None:
-            raise (MissingRequirement if self._problem.status == "missing" else GateRefusal)(str(self._problem))
+            raise self._problem
         if self.candidate.verdict != "PASS":
             reasons = "; ".join(self.candidate.reasons)
             raise GateRefusal(f"judged again from its recorded samples, it is {self.candidate.verdict}: {reasons}")
@@ -154,7 +127,8 @@ class Engines:
     copy."""
     dry: bool = False
     """Whether moves are only described."""
-    _engines_read: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
+    _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
+    """Version number -> engine that `find` has returned, so that each engine is read and replayed once."""
 
     @cached_property
     def model(self) -> RegisteredModel:
@@ -172,20 +146,27 @@ class Engines:
 
         `fetched`: whether missing evidence is downloaded from the registry. This may take gigabytes.
         """
-        if version.number not in self._engines_read:
-            try:
+        if version.number not in self._found:
+            self._found[version.number] = self._read(version, self.fetch if fetched else None)
+        return self._found[version.number]
+
+    def _read(self, version: Version, fetch: Callable[[Version], None] | None) -> RegisteredEngine:
+        try:
+            engine = self.read(version)
+        except GateRefusal:
+            if fetch is None:
+                raise
+            fetch(version)
+            engine = self.read(version)
+        if fetch is not None and not engine.candidate.engine.path.is_dir():
+            with suppress(GateRefusal):  # without a copy, the replay says what is missing
+                fetch(version)
                 engine = self.read(version)
-            except GateRefusal:
-                if not fetched or self.fetch is None:
-                    raise
-                self.fetch(version)
-                engine = self.read(version)
-            if fetched and self.fetch is not None and not engine.candidate.engine.path.is_dir():
-                with suppress(GateRefusal):  # without a copy, the replay says what is missing
-                    self.fetch(version)
-                    engine = self.read(version)
-            self._engines_read[version.number] = engine
-        return self._engines_read[version.number]
+        return engine
+
+    def _verify(self, candidate: Candidate) -> None:
+        """Verify the engine of a candidate. Raises as `RegisteredEngine.verify`."""
+        self.find(self.model.versions[candidate.version]).verify()
 
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
@@ -197,7 +178,8 @@ class Engines:
             GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
             MissingRequirement: the replay needs a library, a file or questions of the user that are missing on this machine.
         """
-        candidates, rolled_back = self._judge_again(judged, model, name), self._rollback_times()
+        candidates = self._judge_again(judged, model, name)
+        rolled_back = self._rollback_times()
         excluded = self._excluded(candidates, rolled_back) if name is None else {}
         best = choose_champion(candidates, excluded)
         rival = self._incumbent(candidates) if name is None else None
@@ -205,14 +187,14 @@ class Engines:
         if rival is not None and choose_champion([best, rival]) is rival:
             try:
                 with _competes(rival.name):
-                    self._engines_read[rival.version].verify()
+                    self._verify(rival)
             except GateRefusal as error:
                 excluded[rival.report.digest] = f"cannot stay the champion: {error}"
             else:
                 message = f"{rival.name} (version {rival.version}) stays the champion"
                 return PromotionMove(rival.name, message, compared, excluded)
         try:
-            self._engines_read[best.version].verify()
+            self._verify(best)
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         before = route_of(self.model, CHAMPION)
@@ -244,10 +226,9 @@ class Engines:
 
     def _planned(self, move: Move) -> str:
         """Return a sentence about a move that a dry run does not make."""
-        (now, _), after = move.before, move.after
         return (
-            f"would move the champion of {self.model.name} from {self._tested(now)} to {self._tested(after.now)}; previous "
-            f"becomes {self._tested(after.previous)}"
+            f"would move the champion of {self.model.name} from {self._tested(move.before.now)} to "
+            f"{self._tested(move.after.now)}; previous becomes {self._tested(move.after.previous)}"
         )
 
     def _tested(self, number: str | None) -> str:
@@ -256,7 +237,8 @@ class Engines:
             return "none"
         version = self.model.versions[number]
         metrics = self.registry.metrics(version)
-        tokens, batch = metrics.get(TESTED_TOKENS), metrics.get(TESTED_BATCH)
+        tokens = metrics.get(TESTED_TOKENS)
+        batch = metrics.get(TESTED_BATCH)
         tested = "" if tokens is None or batch is None else f", up to {tokens:,.0f} tokens, batch {batch:,.0f}"
         return f"version {number} ({version.name}{tested})"
 
@@ -268,8 +250,9 @@ class Engines:
             if name not in (None, entry.name if version is None else version.name):
                 continue
             if version is None:
-                lost = f"version {entry.version} is not in the registry"
-                lost = lost if entry.version else "it is not registered (tracking.enabled=false?)"
+                lost = "it is not registered (tracking.enabled=false?)"
+                if entry.version:
+                    lost = f"version {entry.version} is not in the registry"
                 raise GateRefusal(f"{entry.name} is not promoted: {lost}")
             judged[version.number] = candidate = self.find(version).candidate
             if candidate.model != model:
@@ -298,10 +281,12 @@ class Engines:
 
     def _excluded(self, candidates: Sequence[Candidate], rolled_back: Mapping[str, str]) -> dict[str, str]:
         """Return digest of a report -> reason why its candidate is promoted only by name."""
-        serving, excluded = self.model.pointed_at.get(CHAMPION), {}
+        excluded: dict[str, str] = {}
+        serving = self.model.pointed_at.get(CHAMPION)
         needed = self.registry.metrics(serving).get(TESTED_TOKENS, 0) if serving is not None else 0
         for candidate in candidates:
-            digest, tested = candidate.report.digest, candidate.metrics.get(TESTED_TOKENS, math.inf)
+            digest = candidate.report.digest
+            tested = candidate.metrics.get(TESTED_TOKENS, math.inf)
             if digest in rolled_back:
                 why = f"was rolled back at {rolled_back[digest]}: judge it again on other samples"
             elif tested < MIN_TESTED_SHARE * needed:
@@ -330,7 +315,8 @@ class Engines:
             after = route_back(self.model, CHAMPION)
         except GateRefusal as error:
             raise UserError(f"stage=rollback: {error}; promote another candidate with stage=promote") from error
-        bad, version = str(before.now), self.model.versions[str(after.now)]
+        bad = str(before.now)
+        version = self.model.versions[str(after.now)]
         try:
             self.find(version, fetched=True).verify()
         except (GateRefusal, MissingRequirement) as error:

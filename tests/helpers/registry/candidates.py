@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ from helpers.policies.shipped import SHIPPED
 from helpers.verdicts.reports import report as make_report
 from helpers.verdicts.reports import row
 from pipeline.config.config import Tracking
-from pipeline.registry.promotion import Engines, Finding, RegisteredEngine
+from pipeline.evidence.findings import Finding, first_refusal
+from pipeline.registry.promotion import Engines, RegisteredEngine
 from pipeline.registry.routing import route
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version, locate
 from stages.core.digest import file_digest, files_digest, tree_files
@@ -100,9 +100,13 @@ def engines_of(
             {"covered": report.limits and str(report.limits)} if decide is None else Candidate.decided(decide(report, rows))
         )
         candidate = candidate.model_copy(update=decided)
-        policy, workloads = SHIPPED.get(candidate.policy, FP16_POLICY), frozenset(row.workload for row in rows)
-        beyond = report.limits.exceeded_by(built_for or Limits()) if report.limits is not None else None
-        return RegisteredEngine(candidate, beyond, policy, workloads, partial(replay, candidate))
+        return RegisteredEngine(
+            candidate=candidate,
+            beyond=report.limits.exceeded_by(built_for or Limits()) if report.limits is not None else None,
+            policy=SHIPPED.get(candidate.policy, FP16_POLICY),
+            workloads=frozenset(row.workload for row in rows),
+            replay=lambda: first_refusal(replay(candidate)),
+        )
 
     return Engines(registry, read)
 
