@@ -28,6 +28,7 @@ from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserEr
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.planning.duration import verdict_work
+from stages.verdict.candidate import NONE_PASSED, not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.thresholds import Verdict
@@ -106,9 +107,12 @@ class Preview:
 
     def add_refusal(self, planned: Plan) -> None:
         """Record the refusal of a command that cannot end in a PASS."""
-        jobs, refusal = list(range(1, len(planned.jobs) + 1)), None
+        jobs = list(range(1, len(planned.jobs) + 1))
+        refusal: str | None = None
         if len(self.verdicts) == len(jobs):
-            refusal = planned.refusal([(label, verdict.status, verdict.checks) for label, verdict in self.verdicts.items()])
+            if planned.accepted.isdisjoint(verdict.status for verdict in self.verdicts.values()):
+                label, verdict = next(iter(self.verdicts.items()))
+                refusal = NONE_PASSED if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
         elif len(self.too_few) == len(jobs):
             refusal = f"workloads: {self.too_few[0]} (docs/questions.md#my-questions)"
         else:

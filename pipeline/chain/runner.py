@@ -38,6 +38,7 @@ from stages.core.errors import (
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
 from stages.engines.backend import open_backend
+from stages.verdict.candidate import NONE_PASSED, not_passed
 
 
 def unprunable(config: Config) -> AbstractContextManager[None]:
@@ -211,7 +212,8 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     Raises:
         GateRefusal: The candidate of the only job did not pass. A sweep prints its refusal.
     """
-    config, sweeping, base = planned.jobs[0], planned.sweeping, planned.arguments or ()
+    config, sweeping = planned.jobs[0], planned.sweeping
+    base = planned.arguments or ()
     if not config.facts.judges:
         if code == 0 and not (config.facts.builds and _runs_elsewhere(config)):
             step = next_steps.after_stage(config.facts, base, sweep=sweeping)
@@ -234,11 +236,14 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
         step = next_steps.after_judging(config, judged, base, swept=swept, unfinished=unfinished is not None)
     if step is not None and last.champion is None:
         step.show()
-    reason = planned.refusal([(candidate.name, candidate.verdict, candidate.checks) for candidate in judged])
-    refusal: Refusal | None = None if reason is None else GateRefusal(reason)
+    refusal: Refusal | None = None
+    if judged and planned.accepted.isdisjoint(candidate.verdict for candidate in judged):
+        refusal = GateRefusal(NONE_PASSED if sweeping else not_passed(judged[0].name, judged[0].verdict, judged[0].checks))
     if unfinished is not None:
         refusal = MissingRequirement(f"{unfinished}; run it again to continue")
-    code = max(code, last.exit_code, 0 if refusal is None else exit_code(refusal), key=SEVERITY.index)
+    if refusal is not None:
+        code = max(code, exit_code(refusal), key=SEVERITY.index)
+    code = max(code, last.exit_code, key=SEVERITY.index)
     if not sweeping:
         summary.finish(config.work, last.sweep, code)
         if refusal is not None:

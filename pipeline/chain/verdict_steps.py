@@ -47,8 +47,8 @@ class VerdictSteps:
     """The artifacts from the engine of a chain to its evaluation against the FP16-KV engine."""
 
     chain: EngineSteps
-    _pair: "EnginePair | None" = field(default=None, init=False)
-    """The engine that was used last, kept in memory."""
+    loaded: "EnginePair | None" = field(default=None, init=False)
+    """The only engine in memory, since two may not fit: `load` replaces it, `release` removes it."""
 
     @property
     def config(self) -> Config:
@@ -77,7 +77,7 @@ class VerdictSteps:
                 break
             answers = artifacts[answers_input(number)] = self.round(FP16_POLICY, number)
             artifacts[round_input(number)] = self.round(policy, number, answers)
-        self._pair = None
+        self.release()
         with self.chain.making(self.recipe("evaluate", "joining", artifacts), policy) as entry:
             if entry.artifact is None:
                 self._join(artifacts).write(entry.scratch)
@@ -133,7 +133,7 @@ class VerdictSteps:
                 from stages.evaluate.measured_once import measure_once
 
                 pair = self.load(policy)
-                self._pair = None  # the must-fail control leaves its fault in the engine
+                self.release()  # for later steps: the must-fail control leaves its fault in the engine
                 measure_once(
                     pair.engine,
                     self._in_round(1),
@@ -170,7 +170,8 @@ class VerdictSteps:
         self, stage: str, module: str, inputs: Mapping[str, Artifact], *, exclude: Set[str] = frozenset(), **config: object
     ) -> Recipe:
         """Return the recipe of an artifact that a module of `stages.evaluate` makes. `exclude`: keys of `workloads` to omit."""
-        backend, workloads = self.chain.backend, self.config.workloads.model_dump(exclude=set(exclude))
+        backend = self.chain.backend
+        workloads = self.config.workloads.model_dump(exclude=set(exclude))
         # The digest of the user's files is among the inputs, so their place does not matter.
         if self.config.workloads.jsonl is not None:
             workloads["jsonl"] = Path(self.config.workloads.jsonl).name  # the name of samples without an id
@@ -190,7 +191,8 @@ class VerdictSteps:
     @cached_property
     def _given_digests(self) -> dict[str, str]:
         """Name of an input -> its digest, for the user's samples or texts and the draft checkpoint, if they are configured."""
-        workloads, digests = self.config.workloads, dict[str, str]()
+        workloads = self.config.workloads
+        digests: dict[str, str] = {}
         if workloads.user_path is not None:
             for file in user_files(workloads.user_key, workloads.user_path):
                 self.chain.watch(file)
@@ -209,13 +211,17 @@ class VerdictSteps:
         return reference_device(self.config.reference.device, size)
 
     def load(self, policy: KVPolicy) -> "EnginePair":
-        """Return the engine of `policy`, and release any other engine: two may not fit into memory."""
-        if self._pair is None or self._pair.policy != policy:
-            self._pair = None
+        """Return the engine of `policy`, and release any other engine first."""
+        if self.loaded is None or self.loaded.policy != policy:
+            self.release()
             return_large_blocks()
             collect_memory()
-            self._pair = EnginePair(self, policy)
-        return self._pair
+            self.loaded = EnginePair(self, policy)
+        return self.loaded
+
+    def release(self) -> None:
+        """Drop the engine in memory. Its memory is free as soon as the caller drops it too."""
+        self.loaded = None
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -233,11 +239,12 @@ class VerdictSteps:
 
     def note_length(self, encoded: Sequence["EncodedSample"]) -> None:
         """Warn early if the engine allows longer sequences than the samples have: a promotion will refuse it."""
-        backend, room = self.config.backend, self.config.workloads.extra_new_tokens
-        longest = max(len(item.prompt) + len(item.reference) for item in encoded) + room
+        backend = self.config.backend
+        longest = max(len(item.prompt) + len(item.reference) for item in encoded) + self.config.workloads.extra_new_tokens
         judged = whole_pages(longest)
-        key, limit = f"backend.{backend.length_key}", backend.context_limit
+        limit = backend.context_limit
         if limit is not None and limit > judged:
+            key = f"backend.{backend.length_key}"
             refusal = f"{key}={limit}: a promotion will refuse the engine, since the samples have at most {longest} tokens"
             console.say(console.note(f"{refusal}; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"))
 
@@ -299,7 +306,8 @@ class EnginePair:
     def reference(self) -> "ReferenceEngine":
         from stages.evaluate.conformance.engine import ReferenceEngine
 
-        chain, backend = self.steps.chain, self.steps.chain.backend
+        chain = self.steps.chain
+        backend = chain.backend
         _ = self.engine  # loaded first: on a GPU it may claim a share of all memory
         bundle = chain.bundle(self.policy, chain.reference_config)
         torch_engine = TorchBackend(chain.reference_config).load_reference(bundle.path, self.steps.reference_device)

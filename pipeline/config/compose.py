@@ -52,8 +52,7 @@ from pipeline.config.stages import STAGES, StageFacts
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, printable, redact_text
 from stages.policies.policy import KVPolicy
-from stages.verdict.candidate import not_passed
-from stages.verdict.thresholds import Check, Status, Thresholds
+from stages.verdict.thresholds import Status, Thresholds
 
 # Options whose values are defaults in the code, not files of conf/.
 ConfigStore.instance().store("default", Thresholds().model_dump(mode="json"), group="gates")
@@ -117,16 +116,10 @@ class Plan:
         changes = ([part for part in line if part.startswith(prefixes)] for line in lines)
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, changes, strict=True))
 
-    def refusal(self, judged: Sequence[tuple[str, Status, Sequence[Check]]]) -> str | None:
-        """Return why the command must not exit with 0; None if any verdict is accepted, or if there are no verdicts.
-
-        `judged` has the name, the verdict and the checks of every judged job. PASS is accepted. If all jobs are quick checks,
-        which never pass, INCONCLUSIVE is accepted too.
-        """
-        accepted = {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_quick_check for job in self.jobs) else {"PASS"}
-        if not judged or not accepted.isdisjoint(verdict for _, verdict, _ in judged):
-            return None
-        return "no candidate of the sweep passed" if self.sweeping else not_passed(*judged[0])
+    @property
+    def accepted(self) -> set[Status]:
+        """Verdicts with which the command exits with 0: also INCONCLUSIVE if all jobs are quick checks, which never pass."""
+        return {"PASS", "INCONCLUSIVE"} if all(job.workloads.is_quick_check for job in self.jobs) else {"PASS"}
 
 
 def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path] = ()) -> Plan:

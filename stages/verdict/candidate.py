@@ -137,6 +137,9 @@ def is_blind(checks: Sequence[Check]) -> bool:
     return any(check.gate == Gate.MUST_FAIL_CONTROL and check.status == "FAIL" for check in checks)
 
 
+NONE_PASSED = "no candidate of the sweep passed"
+
+
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
     """Return why a candidate did not pass: `int4 does not compute its policy: FAIL`."""
     problem = "is not good enough" if verdict == "FAIL" else "is not decided"
