@@ -141,14 +141,6 @@ class _Scores:
     tokens: list[TokenStatistics] = field(default_factory=list)
     """Statistics by token of the reference."""
 
-    @classmethod
-    def start(cls, name: str, logprobs: LogProbsReader | None, repeated: Collection[str]) -> "_Scores":
-        """Return the empty scores of the sample with the id `name`. See `run_samples` for the other arguments."""
-        return cls(
-            baseline=None if logprobs is None else logprobs(name),
-            recorded=[] if logprobs is None or name in repeated else None,
-        )
-
     def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
         """Compare the row that predicts the next reference token with the baseline's. `greedy`: the row's most likely token."""
         if self.recorded is not None:
@@ -200,7 +192,9 @@ def run_samples(
             for row, token in enumerate(event.tokens):
                 item = encoded[token.sample]
                 if token.sample not in scores:
-                    scores[token.sample] = _Scores.start(item.sample.id, logprobs, repeated)
+                    name = item.sample.id
+                    recorded: list[LogProbs] | None = [] if logprobs is None or name in repeated else None
+                    scores[token.sample] = _Scores(logprobs and logprobs(name), recorded)
                 scores[token.sample].add(item.reference[token.position], distributions, row, token.greedy)
             if observe is not None:
                 observe(event)
@@ -212,8 +206,8 @@ def run_samples(
                 raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
             results[event.sample] = replace(event, statistics=statistics)
             if folder is not None:
-                recorded = None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
-                folder.save(results[event.sample], recorded)
+                own = None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
+                folder.save(results[event.sample], own)
         if decoded < total:
             progress("forced decode [tokens]", decoded, total)
         else:

@@ -151,14 +151,9 @@ class Check(Record):
         bound: Number = None,
     ) -> Self:
         """Return a line with the reason `{where}: {text}`. Numbers that are not finite become null."""
+        reason = f"{where}: {text}"
         return cls(
-            gate=gate,
-            where=where,
-            value=finite(value),
-            bound=finite(bound),
-            threshold=threshold,
-            status=status,
-            reason=f"{where}: {text}",
+            gate=gate, where=where, value=finite(value), bound=finite(bound), threshold=threshold, status=status, reason=reason
         )
 
 

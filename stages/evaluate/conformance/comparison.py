@@ -5,6 +5,7 @@ except after an interruption.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,38 +18,25 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import ComparedRequest, Deviation, EngineConformance
 
 
+@dataclass
 class ForcedDecodeComparison:
     """Compares chosen requests of a forced decode with the reference engine, each once its last token is decoded."""
 
-    def __init__(
-        self,
-        comparer: SequenceComparer,
-        encoded: Sequence[EncodedSample],
-        chosen: Collection[int],
-        batch_size: int,
-        progress: Progress = no_progress,
-    ) -> None:
-        """Prepare a comparison.
-
-        Args:
-            comparer: The engine under test and its reference engine.
-            encoded: The samples.
-            chosen: Indices of the samples to compare.
-            batch_size: Maximum sequences per step. It determines whether the engine prefills shared prefixes separately.
-            progress: Called with the number of compared requests.
-        """
-        self.comparer = comparer
-        self.encoded = encoded
-        self.chosen = set(chosen)
-        self.batch_size = batch_size
-        self.progress = progress
-        self.records: dict[int, ComparedRequest] = {}
-        self.worst = 1.0
-        """Worst figure of any request as a multiple of its allowed maximum, at least 1."""
-        self.deviation: Deviation | None = None
-        """First deviation in the worst request; None if no request exceeds its limit."""
-        self._worst: ForcedSequence | None = None
-        self._live: dict[int, ForcedSequence] = {}
+    comparer: SequenceComparer
+    encoded: Sequence[EncodedSample]
+    chosen: Collection[int]
+    """Indices of the samples to compare."""
+    batch_size: int
+    """Maximum sequences per step. It determines whether the engine prefills shared prefixes separately."""
+    progress: Progress = no_progress
+    """Called with the number of compared requests."""
+    records: dict[int, ComparedRequest] = field(default_factory=dict, init=False)
+    worst: float = field(default=1.0, init=False)
+    """Worst figure of any request as a multiple of its allowed maximum, at least 1."""
+    deviation: Deviation | None = field(default=None, init=False)
+    """First deviation in the worst request; None if no request exceeds its limit."""
+    _worst: ForcedSequence | None = field(default=None, init=False)
+    _live: dict[int, ForcedSequence] = field(default_factory=dict, init=False)
 
     def take(self, step: DecodeStep) -> None:
         """Record a step. Call it while the sequences of the step are live."""
@@ -75,7 +63,7 @@ class ForcedDecodeComparison:
 
     def decode_missing(self) -> None:
         """Decode and compare chosen samples that are not compared yet, for example because of an interruption."""
-        missing = sorted(self.chosen - self.records.keys())
+        missing = sorted(set(self.chosen) - self.records.keys())
         for event in decode(self.comparer.engine, self.encoded, self.batch_size, chosen=missing):
             if isinstance(event, DecodeStep):
                 self.take(event)
@@ -102,7 +90,8 @@ class ForcedDecodeComparison:
         self.records[i] = compared.record
         times = compared.record.times_allowed(self.comparer.reference.limit)
         if times > self.worst:
-            self.worst, self._worst = times, sequence
+            self.worst = times
+            self._worst = sequence
             self.deviation = self.comparer.first_deviation(sequence, compared)
 
 

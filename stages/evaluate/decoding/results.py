@@ -25,7 +25,7 @@ class SampleResult:
     """Greedy answer including its stop token; None if the sample is not judged or no answer was requested."""
     trace: Exercised
     """Engine features that the sample exercised."""
-    statistics: StepStatistics = field(default_factory=lambda: StepStatistics.empty(0))
+    statistics: StepStatistics = field(default_factory=lambda: StepStatistics.from_tokens([]))
     """Statistics of the sample's reference tokens; empty until the steps are scored."""
 
 

@@ -74,11 +74,6 @@ class StepStatistics:
         return cls(**{item.name: np.array([getattr(token, item.name) for token in tokens], np.float64) for item in fields(cls)})
 
     @classmethod
-    def empty(cls, tokens: int) -> "StepStatistics":
-        """Return statistics of `tokens` tokens, filled with NaN."""
-        return cls.from_tokens([TokenStatistics(baseline_nll=np.nan)] * tokens)
-
-    @classmethod
     def joined(cls, parts: "Sequence[StepStatistics]") -> "StepStatistics":
         """Concatenate the statistics of all parts."""
         return cls.from_stacked(np.concatenate([part.stacked() for part in parts], axis=1))
@@ -213,12 +208,8 @@ def truncate_row(distributions: Distributions, row: int, token: int) -> LogProbs
         return LogProbs(tokens=np.zeros(1, ids), logp=np.full(1, np.nan, np.float32), rest=np.nan, reference=np.nan)
     tokens = distributions.top_tokens(row)
     split = distributions.split(row, tokens)
-    return LogProbs(
-        tokens=tokens.astype(ids),
-        logp=split.logp.astype(np.float32),
-        rest=split.rest,
-        reference=float(logits[token]) - split.log_sum,
-    )
+    logp = split.logp.astype(np.float32)
+    return LogProbs(tokens=tokens.astype(ids), logp=logp, rest=split.rest, reference=float(logits[token]) - split.log_sum)
 
 
 def write_logprobs(path: Path, samples: Iterable[tuple[str, SampleLogProbs]]) -> None:
@@ -246,10 +237,7 @@ def _kl(baseline: LogProbs, candidate: MassSplit) -> float:
 
 
 def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> TokenStatistics:
-    """Compare a row of the candidate with the baseline's.
-
-    `token`: the reference token; `greedy`: the candidate's most likely token.
-    """
+    """Compare a row of the candidate with the baseline's. `greedy`: the candidate's most likely token."""
     if not candidate.finite[row]:
         return TokenStatistics(baseline_nll=-baseline.reference)
     split = candidate.split(row, baseline.tokens)

@@ -134,14 +134,9 @@ def _lost_answers(place: str, rows: Sequence[SampleRow]) -> Figure:
         f"{counted.lost} of {counted.judged} answers lost, {counted.gained} gained; accuracy {counted.candidate:.3f} vs "
         f"{counted.baseline:.3f}, change"
     )
+    mean = Mean(means(rows, lost), MARGIN, best=-OUTLIER * MARGIN)
     return Figure(
-        gate=Gate.ACCURACY,
-        where=place,
-        mean=Mean(means(rows, lost), MARGIN, best=-OUTLIER * MARGIN),
-        threshold=-MARGIN,
-        label=label,
-        to_shown=lambda loss: -loss,
-        must_pass=False,
+        gate=Gate.ACCURACY, where=place, mean=mean, threshold=-MARGIN, label=label, to_shown=lambda loss: -loss, must_pass=False
     )
 
 

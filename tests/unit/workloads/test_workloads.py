@@ -16,7 +16,7 @@ from stages.core.errors import CannotBeJudged
 from stages.core.records import Sample
 from stages.evaluate.decoding.rows import JudgedAnswer
 from stages.evaluate.decoding.stored import Round, refuse_weak
-from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.distance import StepStatistics, TokenStatistics
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.workloads.generated import WORKLOADS, generate
@@ -108,7 +108,8 @@ def test_a_newline_ends_the_one_line_answers_of_a_base_model(tmp_path: Path) -> 
 def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     turn = ("user", "page " * 99 + "Which\nnumber? password=hunter42")
     samples = [Sample(id=f"q{i}", workload="own", reference="It is 7.", messages=(turn,)) for i in range(60)]
-    encoded, steps = [EncodedSample(sample, (1, 2), (3,)) for sample in samples], StepStatistics.empty(1)
+    encoded = [EncodedSample(sample, (1, 2), (3,)) for sample in samples]
+    steps = StepStatistics.from_tokens([TokenStatistics(baseline_nll=math.nan)])
     steps.baseline_nll[:] = -math.log(0.004)
     answers = {sample.id: JudgedAnswer("Seven.\x1b" + "so " * 99, correct=sample.id == "q0") for sample in samples}
     measured = Round.model_construct(answers=answers, statistics=dict.fromkeys(answers, steps))
