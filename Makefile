@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-long test-ray test-tensorrt-bindings real gemma3 faults vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean clean-work
+.PHONY: help demo test test-long test-ray test-tensorrt-bindings real gemma3 vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean clean-work
 
 help:
 	@echo 'make demo       judge five KV caches of a tiny model, build TensorRT plans, promote the best (5 minutes)'
@@ -218,10 +218,6 @@ $(DOCS)/ready: requirements/docs.lock
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/docs.lock
 	touch $@
-
-# Judge every injected fault by the real gates, and write docs/faults.md and its record. Faults that were judged already are skipped.
-faults: $(VENV)/for-test
-	PYTHONPATH=tests $(BIN)/python -m faults
 
 check: $(VENV)/for-test
 	$(BIN)/ruff check .

@@ -40,16 +40,6 @@ AS_CLAIMED = Plant("the bundle", another_bundle) + reports(
 """An engine with another policy's bundle that reports the memory of the claimed policy."""
 
 
-def copy_beside(append: Any, engine: Any, handles: Any, new: Any) -> None:
-    """Store every key and value as float16 too, in memory that nothing counts."""
-    append(handles, new)
-    pool, shape = engine.pool, engine.shape
-    pages = pool.pages.capacity
-    held = getattr(engine, "beside", None)
-    if held is None or len(held) < pages:
-        engine.beside = np.ones((pages, shape.layers * 2 * shape.kv_heads, 64, shape.head_dim), np.float16)
-
-
 def saturating(x: Array, _: Step) -> Any:
     """Saturate float16 keys: multiplied by 1,024, keys beyond 2 would exceed its range. Other types stay unchanged."""
     return np.clip(x, -2, 2) if x.dtype == np.float16 else x
@@ -61,13 +51,11 @@ FAULTS = [
     of("float16_as_int4_tensor", "int4_tensor", "stores float16, claims int4_tensor, and its memory too: ranks first",
        AS_CLAIMED, "conformance", holds="fp16"),
     of("pool_twice_as_large", "int8", "allocates twice the bytes that the policy says",
-       reports(pool_bytes=lambda _, report: 2 * report.pool_bytes), "allocation", harm="memory"),
-    of("float16_copy_unreported", "int8", "keeps a float16 copy of the cache that it does not report",
-       method("pool.append", copy_beside), "allocation", harm="memory"),
+       reports(pool_bytes=lambda _, report: 2 * report.pool_bytes), "allocation"),
     of("control_without_effect", "int8", "the must-fail control corrupts a copy that decoding does not read",
-       method("corrupt_key_scale", lambda *_: None), "must_fail_control", harm="claim"),
+       method("corrupt_key_scale", lambda *_: None), "must_fail_control"),
     of("shared_page_end_unwritten", "int8", "both engines lose the last token of every page",
        write("key value", zero, offset(63)), shared=True),
     of("baseline_saturates", "int8", "the baseline's own keys saturate; the candidate's do not", write("key", saturating),
-       shared=True, harm="claim"),
+       shared=True),
 ]  # fmt: skip

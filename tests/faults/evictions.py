@@ -70,7 +70,7 @@ FAULTS = [
     of("evicted_page_late", "fp8_streaming", "a page is evicted one page too late",
        keeps("eviction", window_tokens=PAGE_TOKENS), by="conformance"),
     of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it", freed_for_all),
-    of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed, harm="memory"),
+    of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed),
     slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
            "length + 1 - layer->slide", "length + 2 - layer->slide", by="conformance"),
     of("turn_beyond_the_window", "fp8_windowed", "tokens of a long turn that leave the window at once get no INT4 values",

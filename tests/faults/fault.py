@@ -13,9 +13,6 @@ from stages.engines.paged.prefixes import PrefixCache
 EngineName = Literal["native", "graph", "torch"]
 """The ONNX engine with compiled attention, the ONNX engine with the graph's own attention, and the reference backend."""
 
-Harm = Literal["answers", "memory", "claim"]
-"""Cost of a fault: wrong answers, uncounted memory, or a false claim."""
-
 POLICIES: dict[str, tuple[str, ...]] = {
     "fp16": ("kv=fp16",),
     "fp8": ("kv=fp8",),
@@ -59,10 +56,6 @@ SETUPS: dict[str, Callable[[Any], None]] = {"int8_prefixes": keeps_prefixes}
 """Cache -> set-up of its engines after loading, whether sound or faulty."""
 
 
-TABLES = {"turns": "positions", "crowds": "pages", "prompts": "serving", "prefixes": "serving"}
-"""Kinds whose faults are listed in a module of another name."""
-
-
 @dataclass(frozen=True)
 class Fault:
     """A fault in one engine."""
@@ -78,7 +71,6 @@ class Fault:
     by: str = "stress_test"
     """The gate that is expected to fail."""
     engine: EngineName = "native"
-    harm: Harm = "answers"
     shared: bool = False
     """Whether the FP16 baseline has the fault too."""
     holds: str = ""
@@ -92,8 +84,3 @@ class Fault:
     def acts(self) -> str:
         """Location of the fault."""
         return self.where or self.plant.where
-
-    @property
-    def module(self) -> str:
-        """Module that lists the fault. Its source text is part of the record's key."""
-        return f"faults.{TABLES.get(self.kind, self.kind)}"

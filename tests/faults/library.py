@@ -16,11 +16,3 @@ ALONE: dict[str, str] = {
     "allocation": "pool_twice_as_large",
 }
 """Gate -> a fault that passes if this gate is disabled."""
-
-SOUND_ENGINES = ("fp8", "int8", "fp8k_int4v", "fp8_streaming", "fp8_mistral", "int8_prefixes")
-"""Caches whose engines pass with every seed if they are sound, including eviction, sliding layers and kept prefixes."""
-
-
-def sound_name(policy: str, seed: int) -> str:
-    """Return a sound engine's name in the record."""
-    return f"sound {policy}, seed {seed}"

@@ -48,7 +48,7 @@ of = partial(Fault, "reference", engine="torch")
 FAULTS = [
     of("torch_rows_swapped", "int8", "two rows of a batch read each other's cache", method("_hidden", rows_swapped)),
     of("torch_scored_unquantized", "int4_tensor", "the pass that is scored does not quantize; int4_tensor would rank first",
-       method("forced", unquantized), "conformance", harm="claim"),
+       method("forced", unquantized), "conformance"),
     of("torch_generate_unquantized", "int4_tensor", "generate does not quantize; int4_tensor would answer best",
        method("generate", unquantized), "free_answers"),
 ]  # fmt: skip

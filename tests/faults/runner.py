@@ -14,15 +14,12 @@ from typing import Any
 from unittest.mock import patch
 
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
-from faults.record import Cost
-from faults.service import ServiceRun, cost, serve
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import EnginePair, VerdictSteps
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.store.store import Store
-from stages.engines.backend import open_backend
 from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, POLICY_FILE, KVPolicy
 from stages.verdict.gates import conclude, decide
@@ -138,7 +135,6 @@ class FaultRunner:
     def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = SMALL) -> None:
         self.work, self.workloads, self.overrides = work, workloads, overrides
         self._references: dict[tuple[str, str, int], dict[str, Any]] = {}
-        self._sound: dict[tuple[str, EngineName, bool], ServiceRun] = {}
 
     def config(
         self, policy: str, engine: EngineName, *, stress_test: str = "small", workloads: Sequence[str] = (), seed: int = 0
@@ -170,20 +166,6 @@ class FaultRunner:
         shutil.rmtree(self.work / "faulty")
         return Judgement(decide(report, rows, config.gates), report, rows)
 
-    def cost(self, fault: Fault) -> Cost:
-        """Return a fault's cost in a short service, or in a long service if the short one shows none."""
-        chain = self._steps(self.config(fault.policy, fault.engine), fault).chain
-        with _silence():
-            bundle = chain.bundle(chain.config.kv).path
-            for long in (False, True):
-                key = (fault.policy, fault.engine, long)
-                if key not in self._sound:
-                    self._sound[key] = serve(set_up(open_backend(chain.config.backend).load(bundle)), long=long)
-                difference = cost(self._sound[key], serve(chain.backend.load(bundle), long=long))
-                if difference.real or fault.harm != "answers":
-                    break
-        return difference
-
     def _steps(self, config: Config, fault: Fault | None) -> FaultySteps:
         own = self.work / "faulty"
         shutil.rmtree(own, ignore_errors=True)
@@ -203,6 +185,15 @@ def decide_without(without: str, report: EvaluationReport, rows: Sequence[Sample
     verdict = decide(report, rows, gates)
     checks = [check for check in verdict.checks if check.gate != without]
     return verdict if len(checks) == len(verdict.checks) else conclude(checks, verdict.samples_needed, verdict.round)
+
+
+def failed_gates(judgement: Judgement) -> dict[str, str]:
+    """Return the gates that failed an engine -> reason of the gate's first failed check."""
+    gates: dict[str, str] = {}
+    for check in judgement.verdict.checks:
+        if check.status == "FAIL":
+            gates.setdefault(check.gate, check.reason)
+    return gates
 
 
 @contextmanager
