@@ -29,10 +29,9 @@ def magnitude_less(x: Array, _: Step) -> Any:
 of = partial(Fault, "codes")
 
 FAULTS = [
-    of("truncated", "int8", "codes rounded towards zero: a cast instead of a rounding", write("key value", towards_zero),
-       "conformance"),
-    of("fp8_truncated", "fp8", "FP8 codes are cut off by a shift and a mask, as vLLM's CPU path does",
-       write("key value", magnitude_less), "conformance"),
-    of("subnormals_flushed", "fp8", "FP8 subnormals become zero",
-       write("key value", lambda x, _: np.where((x & 0x7F) < 0x08, 0, x)), "conformance"),
+    of("truncated", "codes rounded towards zero: a cast instead of a rounding", write("key value", towards_zero)),
+    of("fp8_truncated", "FP8 codes are cut off by a shift and a mask, as vLLM's CPU path does",
+       write("key value", magnitude_less)),
+    of("subnormals_flushed", "FP8 subnormals become zero",
+       write("key value", lambda x, _: np.where((x & 0x7F) < 0x08, 0, x))),
 ]  # fmt: skip

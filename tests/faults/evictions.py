@@ -1,4 +1,4 @@
-"""Faults of evictions: pages freed too early, too late or never, wrong windows of finer copies, wrong sliding layers."""
+"""Faults of evictions: pages freed too early, too late or never, and a wrong window of finer copies."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,19 +6,18 @@ from typing import Any
 
 from faults.fault import Fault
 from faults.hooks import Plant, Step, method, write, zero
-from faults.kernels import mutant
 from stages.policies.policy import PAGE_TOKENS
 
 
-def keeps(part: str, **changes: int) -> Plant:
-    """Change the pool's eviction or window: add `changes` to the policy's numbers."""
+def evicts_later(tokens: int) -> Plant:
+    """Evict tokens that are farther away by this number than the policy says."""
 
     def apply(engine: Any) -> None:
-        sound = getattr(engine.policy, part)
-        changed = sound.model_copy(update={key: getattr(sound, key) + by for key, by in changes.items()})
-        engine.pool.policy = engine.policy.model_copy(update={part: changed})
+        eviction = engine.policy.eviction
+        changed = eviction.model_copy(update={"window_tokens": eviction.window_tokens + tokens})
+        engine.pool.policy = engine.policy.model_copy(update={"eviction": changed})
 
-    return Plant("pool.policy", apply)
+    return Plant(apply)
 
 
 def while_evicting(free: Callable[[Any, int], None]) -> Plant:
@@ -62,17 +61,12 @@ def leaves_the_window_at_once(step: Step) -> Any:
 
 
 of = partial(Fault, "evictions")
-slides = partial(mutant, kind="evictions")
 
 FAULTS = [
-    of("evicted_page_early", "fp8_streaming", "a page is evicted one page too early",
-       keeps("eviction", window_tokens=-PAGE_TOKENS), by="conformance"),
-    of("evicted_page_late", "fp8_streaming", "a page is evicted one page too late",
-       keeps("eviction", window_tokens=PAGE_TOKENS), by="conformance"),
-    of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it", freed_for_all),
-    of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed),
-    slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
-           "length + 1 - layer->slide", "length + 2 - layer->slide", by="conformance"),
-    of("turn_beyond_the_window", "fp8_windowed", "tokens of a long turn that leave the window at once get no INT4 values",
+    of("evicted_page_early", "a page is evicted one page too early", evicts_later(-PAGE_TOKENS)),
+    of("evicted_page_late", "a page is evicted one page too late", evicts_later(PAGE_TOKENS)),
+    of("evicted_under_a_fork", "an evicted page is reused while a fork still reads it", freed_for_all),
+    of("evicted_never_freed", "evicted pages are not read and never freed", never_freed),
+    of("turn_beyond_the_window", "tokens of a long turn that leave the window at once get no INT4 values",
        write("value value_scale", zero, leaves_the_window_at_once)),
 ]  # fmt: skip

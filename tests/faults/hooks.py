@@ -1,8 +1,8 @@
 """Hooks that plant faults in a loaded ONNX engine: in stored data, in the graphs' inputs, in data they read, in a method.
 
-A hook returns a plant: a description of the patched part, and a function that patches one engine. Plants can be added. An
-edit receives the current values and the step, and returns the new values. Shapes: B sequences, H KV heads, S new tokens, W
-elements per token, P pages per sequence, V vocab_size.
+A hook returns a plant: a function that patches one engine. Plants can be added. An edit receives the current values and the
+step, and returns the new values. Shapes: B sequences, H KV heads, S new tokens, W elements per token, P pages per sequence, V
+vocab_size.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,6 @@ TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_
 class Plant:
     """An in-place patch of one loaded engine. Classes and modules are not patched, so other engines stay sound."""
 
-    where: str
-    """Description of the patched part."""
     apply: Callable[[Any], None]
 
     def __call__(self, engine: Any) -> None:
@@ -37,11 +35,11 @@ class Plant:
             self.apply(engine)
             other.apply(engine)
 
-        return Plant(" and ".join(dict.fromkeys((self.where, other.where))), apply)
+        return Plant(apply)
 
 
-SOUND = Plant("", lambda _: None)
-"""A plant that changes nothing, for faults that are applied while loading."""
+SOUND = Plant(lambda _: None)
+"""A plant that changes nothing."""
 
 
 @dataclass
@@ -144,7 +142,7 @@ def write(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
 
         engine.pool.append = faulty
 
-    return Plant(f"stored arrays: {arrays}", apply)
+    return Plant(apply)
 
 
 def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
@@ -171,28 +169,7 @@ def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Pl
         # one session may serve both modes
         session.put = lambda given, values: put(given, edited(values) if given == name and run().mode == mode else values)
 
-    return Plant(f"{mode}: {name}", apply)
-
-
-Choose = Callable[[list[int], int, Step], int | None]
-
-
-def page(choose: Choose, column: int, at: When = always) -> Plant:
-    """Replace one page per row that decode steps read; `column` counts from the end of the row's table if negative.
-
-    `choose` receives the row's pages, the row number and the step. It returns the new page, or None to keep the page.
-    """
-
-    def edit(table: Array, step: Step) -> Array:
-        for row, handle in enumerate(step.handles):
-            pages = step.pages(handle)
-            number = column if column >= 0 else len(pages) + column
-            other = choose(pages, row, step) if 0 <= number < len(pages) else None
-            if other is not None:
-                table[row, number] = other
-        return table
-
-    return given("page_table", edit, at)
+    return Plant(apply)
 
 
 def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = range(99), heads: Any = slice(None)) -> Plant:
@@ -220,7 +197,7 @@ def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
 
         session.run = faulty
 
-    return Plant(f"what is read: {arrays}", apply)
+    return Plant(apply)
 
 
 def logits(edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
@@ -236,7 +213,7 @@ def logits(edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
 
         engine._run = faulty
 
-    return Plant(f"{mode}: logits", apply)
+    return Plant(apply)
 
 
 def method(path: str, faulty: Callable[..., Any]) -> Plant:
@@ -252,19 +229,7 @@ def method(path: str, faulty: Callable[..., Any]) -> Plant:
         sound = getattr(owner, name)
         setattr(owner, name, lambda *given, **options: faulty(sound, engine, *given, **options))
 
-    return Plant(path, apply)
-
-
-def static(side: str, edit: Callable[[Array], Any], layers: Sequence[int] = range(99)) -> Plant:
-    """Change the static scales ("key") of some layers in place. The engine still reports the sound scales."""
-
-    def apply(engine: Any) -> None:
-        for name, values in engine._constants.items():
-            array, _, layer = name.partition(".")
-            if array == f"{side}_scale" and int(layer) in layers:
-                values[...] = edit(values)
-
-    return Plant(f"static {side} scales", apply)
+    return Plant(apply)
 
 
 def steps(engine: Any) -> Callable[[], Step]:

@@ -27,17 +27,17 @@ of = partial(Fault, "positions")
 turn = partial(Fault, "turns")
 
 FAULTS = [
-    of("rope_beyond_1024", "fp8", "a rotation table of 1,024 rows", given("position_ids", lambda x, _: np.minimum(x, 1023))
+    of("rope_beyond_1024", "a rotation table of 1,024 rows", given("position_ids", lambda x, _: np.minimum(x, 1023))
        + given("position_ids", lambda x, _: np.minimum(x, 1023), mode="prefill")),
-    of("after_192_decoded", "int8", "nothing is stored once a sequence has decoded 192 tokens",
+    of("after_192_decoded", "nothing is stored once a sequence has decoded 192 tokens",
        write("key value", zero, lambda s: (s.mode == "decode") & (s.decoded >= 192)[:, None])),
-    of("after_330_decoded", "int8", "nothing is stored from the 330th decoded token on",
+    of("after_330_decoded", "nothing is stored from the 330th decoded token on",
        write("key value", zero, lambda s: (s.mode == "decode") & (s.decoded >= 330)[:, None])),
-    of("ring_never_wraps", "int8_sinks", "tokens that come round the ring stay in its last slot",
-       ring(lambda slots, sink, recent: np.where(slots == sink, sink + recent - 1, slots)), "conformance"),
-    turn("second_turn_one_early", "int8", "the second turn of a conversation is rotated one position early",
+    of("ring_never_wraps", "tokens that come round the ring stay in its last slot",
+       ring(lambda slots, sink, recent: np.where(slots == sink, sink + recent - 1, slots))),
+    turn("second_turn_one_early", "the second turn of a conversation is rotated one position early",
          given("position_ids", add(-1), lambda s: (s.chunks > 1)[:, None], "prefill")),
-    turn("turn_over_a_page_border", "int8", "a turn that crosses a page's end loses what lies beyond it",
+    turn("turn_over_a_page_border", "a turn that crosses a page's end loses what lies beyond it",
          write("value", zero, lambda s: (s.mode == "prefill") & (s.chunks > 0)[:, None]
-               & (s.positions // 64 > s.lengths[:, None] // 64), layers=[2])),
+               & (s.positions // 64 > s.lengths[:, None] // 64), layers=[1])),
 ]  # fmt: skip

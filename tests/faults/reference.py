@@ -1,6 +1,5 @@
-"""Faults of backend=torch on a CPU: in the reference cache, only in its pages, or in the one-pass scoring."""
+"""Faults of backend=torch: in its cache, or only in the pass that is scored."""
 
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,18 +18,13 @@ def rows_swapped(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[A
     return hidden(ids, positions, views, *given)
 
 
-def unquantized(compute: Any, engine: Any, *given: Any, **options: Any) -> Any:
-    """Let one method read exact keys and values, while the other methods read the codes."""
-    with exact_storages(engine):
-        return compute(*given, **options)
-
-
-@contextmanager
-def exact_storages(engine: Any) -> Any:
+def unquantized(compute: Any, engine: Any, *given: Any) -> Any:
+    """Let the one pass read exact keys and values, while decoding reads the codes."""
     kept = engine.storages
     engine.storages = [{side: UnquantizedStorage(s.form, s.static) for side, s in layer.items()} for layer in kept]
-    yield
+    found = compute(*given)
     engine.storages = kept
+    return found
 
 
 class UnquantizedStorage(Storage):
@@ -43,12 +37,10 @@ class UnquantizedStorage(Storage):
         return stored.codes * self.gain
 
 
-of = partial(Fault, "reference", engine="torch")
+of = partial(Fault, "reference")
 
 FAULTS = [
-    of("torch_rows_swapped", "int8", "two rows of a batch read each other's cache", method("_hidden", rows_swapped)),
-    of("torch_scored_unquantized", "int4_tensor", "the pass that is scored does not quantize; int4_tensor would rank first",
-       method("forced", unquantized), "conformance"),
-    of("torch_generate_unquantized", "int4_tensor", "generate does not quantize; int4_tensor would answer best",
-       method("generate", unquantized), "free_answers"),
+    of("torch_rows_swapped", "two rows of a batch read each other's cache", method("_hidden", rows_swapped)),
+    of("torch_scored_unquantized", "the pass that is scored does not quantize; int4_tensor would rank first",
+       method("forced", unquantized)),
 ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Faults of scales: from another place, of another precision, of another time, or missing."""
+"""Faults of scales: from another place, or of another time."""
 
 from functools import partial
 from typing import Any
 
 from faults.fault import Fault
-from faults.hooks import Array, Step, static, times, write
+from faults.hooks import Array, Plant, Step, times, write
 
 
 def drifting(x: Array, step: Step) -> Any:
@@ -12,16 +12,18 @@ def drifting(x: Array, step: Step) -> Any:
     return x * (1 + step.number // 100 * 0.1)
 
 
+def rounded_in_its_file(engine: Any) -> None:
+    """Change the static value scales of one layer in place. The engine still reports the sound scales."""
+    engine._constants["value_scale.3"] *= 1.02
+
+
 of = partial(Fault, "scales")
 
 FAULTS = [
-    of("key_scale_head_x1_25", "int8", "one head's scale is a stale calibration's",
-       write("key_scale", times(1.25), layers=[2], heads=[0]), "conformance"),
-    of("values_x1_02_layer", "fp8", "one layer's value scale was rounded in its file", static("value", lambda x: x * 1.02, [3]),
-       "conformance"),
-    of("fnuz_scales", "fp8", "E4M3FNUZ codes read as E4M3FN: every number doubled (AMD and NVIDIA FP8)",
-       static("key", lambda x: x * 2) + static("value", lambda x: x * 2)),
-    of("groups_swapped", "int8_groups", "two groups' scales change places in one head",
+    of("key_scale_head_x1_25", "one head's scale is a stale calibration's",
+       write("key_scale", times(1.25), layers=[2], heads=[0])),
+    of("values_x1_02_layer", "one layer's value scale was rounded in its file", Plant(rounded_in_its_file)),
+    of("groups_swapped", "two groups' scales change places in one head",
        write("value_scale", lambda x, _: x[..., ::-1], layers=[2], heads=[0])),
-    of("scale_drifts", "int8", "the scale of new values grows while the engine serves", write("value_scale", drifting)),
+    of("scale_drifts", "the scale of new values grows while the engine serves", write("value_scale", drifting)),
 ]  # fmt: skip

@@ -64,38 +64,29 @@ def without_parent(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]:
     return [f"{list(prompt[i * KEPT_CHUNK : (i + 1) * KEPT_CHUNK])} {i}" for i in range(len(keys(prompt)))]
 
 
-def evicted_in_use(begin: Any, engine: Any, prompt: Any) -> Any:
-    """Wipe the oldest kept prefix once more than two are kept, although requests may still read it."""
-    for kept in list(engine.prefixes.kept.values())[:1] if len(engine.prefixes.kept) > 2 else ():
-        engine.pool.arrays["key_pool.2"][engine.pool.sequences[kept].pages] = 0
-    return begin(prompt)
-
-
 of = partial(Fault, "serving")
 first = partial(Fault, "prompts")
-kept = partial(Fault, "prefixes", policy="int8_prefixes")
+kept = partial(Fault, "prefixes")
 
 FAULTS = [
-    first("prompt_logits_one_off", "int8", "prompts' logits are off by one entry",
+    first("prompt_logits_one_off", "prompts' logits are off by one entry",
        logits(lambda x, _: np.roll(x, 1, 1), mode="prefill")),
-    first("prompt_rows_reversed", "int8", "the rows of a prefill batch in another order", batch(lambda x, *_: x[::-1].copy())),
-    first("logits_of_last_prompt", "int8", "a prompt that joins live sequences gets the last prompt's logits",
+    first("prompt_rows_reversed", "the rows of a prefill batch in another order", batch(lambda x, *_: x[::-1].copy())),
+    first("logits_of_last_prompt", "a prompt that joins live sequences gets the last prompt's logits",
        batch(of_last_prompt)),
-    first("short_last_chunk", "int8", "a few tokens after whole chunks: the last token's value is lost",
+    first("short_last_chunk", "a few tokens after whole chunks: the last token's value is lost",
           write("value", zero, short_last_chunk, layers=[1])),
-    of("rows_above_16", "fp8", "rows of a batch from 16 on read other rows' pages: a grid of fixed size",
+    of("rows_above_16", "rows of a batch from 16 on read other rows' pages: a grid of fixed size",
        given("page_table", rows_from(16))),
-    of("generate_long_prompts", "int8", "generate answers nothing to prompts of more than 300 tokens",
+    of("generate_long_prompts", "generate answers nothing to prompts of more than 300 tokens",
        generating(lambda answers, prompts, *_: [[] if len(p) > 300 else a for a, p in zip(answers, prompts, strict=True)])),
-    of("generate_other_callers", "int8", "with more prompts than sequences at once, answers go to other callers",
+    of("generate_other_callers", "with more prompts than sequences at once, answers go to other callers",
        generating(turned)),
-    of("answers_wrap_at_103", "fp8", "an answer's tokens beyond a buffer of 103 overwrite its beginning", generating(wrapped)),
-    of("nan_rarely", "fp8", "logits are NaN in one step of 2,000",
+    of("answers_wrap_at_103", "an answer's tokens beyond a buffer of 103 overwrite its beginning", generating(wrapped)),
+    of("nan_rarely", "logits are NaN in one step of 2,000",
        logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
-    of("first_40_steps", "fp8", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
-       reads("key", zero, lambda s: s.number < 40, layers=[1]), by="conformance"),
-    kept("prefix_hash_without_parent", models="kept chunks are found by their own tokens alone",
-         plant=method("prefixes.keys", without_parent)),
-    kept("prefix_wiped_in_use", models="the oldest kept beginning is wiped while others are found",
-       plant=method("prefixes.begin", evicted_in_use), by="conformance"),
+    of("first_40_steps", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
+       reads("key", zero, lambda s: s.number < 40, layers=[1])),
+    kept("prefix_hash_without_parent", "kept chunks are found by their own tokens alone",
+         method("prefixes.keys", without_parent)),
 ]  # fmt: skip

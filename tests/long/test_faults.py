@@ -1,8 +1,8 @@
 """Injected faults judged by whole evaluations on few requests: the gate that must detect a fault fails."""
 
 import pytest
-from faults.library import ALONE, BY_NAME
-from faults.runner import FaultRunner, Judgement, decide_without, failed_gates
+from faults.library import BY_NAME
+from faults.runner import FaultRunner
 
 FEW = (
     "workloads.samples={prose: 2, retrieval: 3, tool_call: 0, copy: 3, multi_turn: 0}",
@@ -20,28 +20,30 @@ EXPECTED_GATES = {
 }
 """Fault -> gate that must detect it; judged in addition to ALONE."""
 
+ALONE = {
+    "must_fail_control": "control_without_effect",
+    "stress_test": "rows_above_16",
+    "allocation": "pool_twice_as_large",
+}
+"""Gate -> a fault that passes if this gate is disabled."""
+
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> FaultRunner:
-    return FaultRunner(tmp_path_factory.mktemp("faults"), workloads=FEW)
+    return FaultRunner(tmp_path_factory.mktemp("faults"), FEW)
 
 
 def test_no_gate_refuses_a_sound_engine(runner: FaultRunner) -> None:
-    assert failed_gates(runner.judge("int8")) == {}
-
-
-def judge(name: str, runner: FaultRunner) -> Judgement:
-    fault = BY_NAME[name]
-    return runner.judge(fault.policy, fault.engine, fault)
+    assert runner.judge().failed == set()
 
 
 @pytest.mark.parametrize(("name", "gate"), EXPECTED_GATES.items())
 def test_a_planted_fault_is_refused_by_its_gate(name: str, gate: str, runner: FaultRunner) -> None:
-    assert gate in failed_gates(judge(name, runner))
+    assert gate in runner.judge(BY_NAME[name].plant).failed
 
 
 @pytest.mark.parametrize(("gate", "name"), ALONE.items())
 def test_a_fault_passes_without_the_only_gate_that_detects_it(gate: str, name: str, runner: FaultRunner) -> None:
-    judgement, gates = judge(name, runner), runner.config(BY_NAME[name].policy, BY_NAME[name].engine).gates
+    judgement = runner.judge(BY_NAME[name].plant)
     assert judgement.verdict.status == "FAIL"
-    assert decide_without(gate, judgement.report, judgement.rows, gates).status != "FAIL"
+    assert runner.without(gate, judgement).status != "FAIL"

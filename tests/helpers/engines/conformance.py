@@ -67,9 +67,9 @@ class Conformity:
         fault(engine)
         return engine
 
-    def reference(self, policy: KVPolicy, engine: OnnxEngine) -> ReferenceEngine:
+    def reference(self, policy: KVPolicy, engine: OnnxEngine | TorchEngine) -> ReferenceEngine:
         torch_engine = TorchEngine.from_model(self.model, policy, static_scales(policy, engine.shape))
         return ReferenceEngine(torch_engine)
 
-    def compared(self, policy: KVPolicy, engine: OnnxEngine) -> EngineConformance:
+    def compared(self, policy: KVPolicy, engine: OnnxEngine | TorchEngine) -> EngineConformance:
         return compare(engine, self.reference(policy, engine), self.encoded, BATCH)

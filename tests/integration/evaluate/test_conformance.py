@@ -7,16 +7,18 @@ import pytest
 from faults.hooks import Plant, times, write, zero
 from faults.library import BY_NAME as FAULTS
 from helpers.engines.conformance import POLICIES, Conformity, conformance_config
+from helpers.engines.random_llama import static_scales
 from helpers.stride import STRIDE
 from helpers.verdicts.evaluations import evaluate, measure_baseline
 from helpers.verdicts.reports import lines, report
 
 from stages.engines.onnx.engine import OnnxEngine
+from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
-from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
+from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.verdict.conformance import Conformance, Deviation, EngineConformance
 from stages.verdict.thresholds import Check
 from stages.workloads.config import StressTestConfig
@@ -41,7 +43,7 @@ def statuses(baseline: EngineConformance, candidate: EngineConformance) -> dict[
 
 
 def compare_faulty(
-    bench: Conformity, baseline: EngineConformance, policy: KVPolicy, engine: OnnxEngine
+    bench: Conformity, baseline: EngineConformance, policy: KVPolicy, engine: OnnxEngine | TorchEngine
 ) -> tuple[EngineConformance, Deviation]:
     """Return the conformance of a faulty engine, which must fail, and its first deviation."""
     result = bench.compared(policy, engine)
@@ -75,9 +77,11 @@ def test_a_sound_engine_is_within_rounding_of_its_reference_engine(
             {"operation": "stored", "layer": 2, "side": "key", "head": 1, "position": 0},
         ),
         ("int8", FAULTS["truncated"].plant, {"operation": "stored", "side": "key"}),
+        ("fp8", FAULTS["fp8_truncated"].plant, {"operation": "stored", "side": "key"}),
+        ("fp8", FAULTS["values_x1_02_layer"].plant, {"operation": "stored", "layer": 3, "side": "value"}),
         ("int4_g32", FAULTS["groups_swapped"].plant, {"operation": "stored", "side": "value"}),
     ],
-    ids=["a wrong key scale of one head", "truncated codes", "swapped groups"],
+    ids=["a wrong key scale of one head", "truncated codes", "truncated FP8 codes", "a rounded scale", "swapped groups"],
 )  # fmt: skip
 def test_faults_in_stored_codes_are_located(
     name: str, fault: Plant, expected: dict[str, object], bench: Conformity, baseline: EngineConformance
@@ -86,6 +90,29 @@ def test_faults_in_stored_codes_are_located(
     result, deviation = compare_faulty(bench, baseline, policy, bench.engine(policy, fault=fault))
     assert deviation.model_dump().items() >= expected.items()
     assert min(result.ranked) > 1
+
+
+def test_flushed_subnormals_are_within_rounding(bench: Conformity, baseline: EngineConformance) -> None:
+    """docs/faults.md lists this fault as undetected."""
+    policy = POLICIES["fp8"]
+    result = bench.compared(policy, bench.engine(policy, fault=FAULTS["subnormals_flushed"].plant))
+    assert statuses(baseline, result)["candidate"] == "PASS"
+
+
+@pytest.mark.parametrize(("name", "policy"), [("first_40_steps", "fp8"), ("ring_never_wraps", "int4_sinks")])
+def test_faults_in_what_is_read_are_located(name: str, policy: str, bench: Conformity, baseline: EngineConformance) -> None:
+    engine = bench.engine(POLICIES[policy], fault=FAULTS[name].plant)
+    _, deviation = compare_faulty(bench, baseline, POLICIES[policy], engine)
+    assert deviation.operation == "read"
+
+
+def test_a_scored_pass_that_does_not_quantize_is_located(bench: Conformity, baseline: EngineConformance) -> None:
+    """The reference backend computes scored tokens in one pass."""
+    policy = POLICIES["int4_tensor"]
+    engine = TorchEngine.from_model(bench.model, policy, static_scales(policy, bench.engine(FP16_POLICY).shape))
+    FAULTS["torch_scored_unquantized"].plant(engine)
+    _, deviation = compare_faulty(bench, baseline, policy, engine)
+    assert deviation.operation == "computed"
 
 
 def test_zero_sinks_are_located_at_the_first_decoded_tokens(bench: Conformity, baseline: EngineConformance) -> None:
@@ -108,22 +135,28 @@ def test_a_stale_page_in_every_tenth_step_is_located(bench: Conformity, baseline
     assert deviation.batch_size is not None
 
 
+def never_evicts(engine: OnnxEngine) -> None:
+    engine.pool.policy = engine.policy.model_copy(update={"eviction": None})
+
+
+NEVER_EVICTS = Plant(never_evicts)
+
+
 @pytest.mark.parametrize(
-    ("name", "eviction"),
+    ("name", "fault"),
     [
-        ("int8_evicting", None),
-        ("int8_evicting", Eviction(window_tokens=128)),
-        ("int4_sinks_evicting", Eviction(window_tokens=64, sink_tokens=64)),
+        ("int8_evicting", NEVER_EVICTS),
+        ("int8_evicting", FAULTS["evicted_page_late"].plant),
+        ("int4_sinks_evicting", FAULTS["evicted_page_early"].plant),
     ],
     ids=["nothing is evicted", "a page too late", "a page too early"],
 )
 def test_an_engine_that_evicts_the_wrong_tokens_fails(
-    name: str, eviction: Eviction | None, bench: Conformity, baseline: EngineConformance
+    name: str, fault: Plant, bench: Conformity, baseline: EngineConformance
 ) -> None:
-    engine = bench.engine(POLICIES[name])
-    engine.pool.policy = engine.policy.model_copy(update={"eviction": eviction})
+    engine = bench.engine(POLICIES[name], fault=fault)
     result, _ = compare_faulty(bench, baseline, POLICIES[name], engine)
-    if eviction is None:
+    if fault is NEVER_EVICTS:
         assert result.explanation is not None
         assert result.explanation.what == "nothing is evicted"
 

@@ -1,62 +1,104 @@
-"""A fault of `faults.situations` is named by the scenario that covers its situation."""
+"""An injected fault is named by the scenario that covers its situation."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faults.fault import keeps_prefixes
-from faults.situations import FAULTS
-from helpers.engines.random_llama import BY_NAME
+from faults.library import BY_NAME as FAULTS
+from helpers.engines.random_llama import BY_NAME, make_bundle, make_reference
 from helpers.stride import STRIDE
 
 from stages.core.records import no_progress
 from stages.engines.onnx.engine import load_engine
-from stages.engines.reference.engine import TorchEngine
+from stages.engines.onnx.native.compiler import find_compiler
 from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS
+from stages.policies.policy import KVShape
 from stages.workloads.config import StressTestConfig
 
 CONFIG = StressTestConfig(max_tokens=1024, decode_steps=8, offset_steps=1, max_batch=32, requests=1, seed=0)
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
+
+Situation = tuple[str, str, StressTestConfig]
+
+
+def at(scenario: str, policy: str = "int8", **changes: int) -> Situation:
+    """Return the scenario that must name a fault, the policy of the faulty engine, and CONFIG with changes."""
+    return scenario, policy, CONFIG.model_copy(update=changes)
+
 
 NAMED = {
-    "turn_after_a_turn_overlaps": "walk",
-    "first_fork_inherits_a_page": "shared",
-    "waiting_prompt_is_cut": "batch",
-    "first_page_decides_the_second": "answers",
-    "first_41_tokens_share_a_page": "equal",
-    "prefix_hash_of_120_tokens": "prefix",
+    "turn_after_a_turn_overlaps": at("walk"),
+    "first_fork_inherits_a_page": at("shared"),
+    "waiting_prompt_is_cut": at("batch"),
+    "first_page_decides_the_second": at("answers"),
+    "first_41_tokens_share_a_page": at("equal"),
+    "prefix_hash_of_120_tokens": at("prefix"),
 }
-"""Fault -> the scenario that must name it."""
 LONG = {
-    "rows_on_a_prefix_read_as_far_as_the_first": "shared",
-    "turn_slots_end_at_294": "walk",
-    "prompt_of_tiles_of_320": "walk",
-    "step_known_by_its_outer_rows": "walk",
-    "one_row_joins_in_front": "walk",
-    "fork_of_depth_4_shares_partial_page": "shared",
-    "scales_of_a_page_with_17_users": "shared",
-    "forks_get_one_new_page": "shared",
-    "forks_computed_once": "shared",
-    "stops_seen_in_blocks": "answers",
-    "queue_of_73": "long_queue",
-    "prompt_equal_to_a_kept_prefix": "prefix",
-    "prefix_kept_before_its_last_write": "prefix",
-    "dropped_prefix_wiped": "prefix",
+    "rows_on_a_prefix_read_as_far_as_the_first": at("shared"),
+    "turn_slots_end_at_294": at("walk"),
+    "turn_over_a_page_border": at("walk", max_tokens=320, max_batch=8),
+    "turn_beyond_the_window": at("walk", "ages"),
+    "prompt_of_tiles_of_320": at("walk"),
+    "step_known_by_its_outer_rows": at("walk"),
+    "one_row_joins_in_front": at("walk"),
+    "third_of_eight_rows": at("walk"),
+    "late_fork_shares_a_page": at("walk", max_tokens=1984),
+    "fork_of_depth_4_shares_partial_page": at("shared"),
+    "scales_of_a_page_with_17_users": at("shared"),
+    "forks_get_one_new_page": at("shared"),
+    "forks_computed_once": at("shared"),
+    "stops_seen_in_blocks": at("answers"),
+    "queue_of_73": at("long_queue"),
+    "prompt_equal_to_a_kept_prefix": at("prefix"),
+    "prefix_kept_before_its_last_write": at("prefix"),
+    "dropped_prefix_wiped": at("prefix"),
+    "prefix_hash_without_parent": at("prefix"),
+    "page_number_in_a_byte": at("crowd"),
+    "context_beyond_1024": at("batch", max_tokens=1088),
+    "rope_beyond_1024": at("batch", max_tokens=1088),
+    "short_last_chunk": at("batch", max_tokens=1152),
+    "after_192_decoded": at("batch", decode_steps=250),
+    "scale_drifts": at("batch", decode_steps=250),
+    "nan_rarely": at("wear", requests=100),
+    "mask_one_too_many": at("walk", "fp8", max_tokens=320, max_batch=8),
+    "chunk_reads_head_0": at("walk", "fp8", max_tokens=320, max_batch=8),
+    "torch_rows_swapped": at("walk", max_tokens=128, max_batch=6),
 }
 """Further faults, for `make test-long`."""
-PLANTED = {fault.name: fault for fault in FAULTS}
-assert PLANTED.keys() == NAMED.keys() | LONG.keys()
+CHOSEN = NAMED | (LONG if STRIDE == 1 else {})
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("fault", "name"), (NAMED | (LONG if STRIDE == 1 else {})).items())
-def test_the_scenario_names_the_fault(fault: str, name: str, int8: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load_engine(int8, threads=1)
+@pytest.mark.parametrize(("fault", "situation"), CHOSEN.items(), ids=CHOSEN)
+def test_the_scenario_names_the_fault(
+    fault: str,
+    situation: Situation,
+    int8: Path,
+    decoder: Path,
+    model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (name, policy, config), injected = situation, FAULTS[fault]
+    if injected.loads is not nullcontext and find_compiler() is None:
+        pytest.skip("no C compiler, or no AVX2")
+    reference = make_reference(model, BY_NAME[policy], SHAPE)
+    engine: Any = make_reference(model, BY_NAME[policy], SHAPE)
+    if injected.kind != "reference":
+        bundle = int8 if policy == "int8" else make_bundle(decoder, tmp_path / "bundle", BY_NAME[policy])
+        with injected.loads():
+            engine = load_engine(bundle, threads=1)
     if name == "prefix":
         keeps_prefixes(engine)
-    PLANTED[fault].plant(engine)
+    injected.plant(engine)
     monkeypatch.setattr(stress_test, "SCENARIOS", [scenario for scenario in SCENARIOS if scenario.name == name])
-    reference = ReferenceEngine(TorchEngine.from_model(model, BY_NAME["int8"]))
-    failures = stress_test.run_stress_test(engine, reference, CONFIG, 32, 987, no_progress).failures
-    assert any(failure.startswith((name, "generate")) for failure in failures), failures
+    claimed = min(987, config.max_tokens - 28)
+    failures = stress_test.run_stress_test(
+        engine, ReferenceEngine(reference), config, config.max_batch, claimed, no_progress
+    ).failures
+    assert any(failure.startswith((name, "generate", "isolation")) for failure in failures), failures

@@ -19,3 +19,9 @@ def test_the_page_counts_the_faults_of_every_kind() -> None:
     rows = {kind: int(count) for kind, count in re.findall(r"^\| (\w+) \|.*\| (\d+) \|$", table, re.MULTILINE)}
     assert rows == Counter(fault.kind for fault in FAULTS)
     assert f"has {len(FAULTS)} faults" in page
+
+
+def test_a_test_names_every_fault() -> None:
+    tests = (ROOT / "tests").rglob("test_*.py")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in tests)
+    assert [fault.name for fault in FAULTS if f'"{fault.name}"' not in text] == []
