@@ -190,6 +190,8 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
             fix = f"the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
             raise UserError(f"{key}: {fix}") from error
         if key:
+            if problem.startswith("Cannot merge"):  # a dict for a list, or a list for a dict
+                problem = "must be a list, in [], or a mapping of keys to values, in {}, and got the other of the two"
             raise UserError(f"{key}: {problem}; give another value") from error
         command = short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
         problem = str(error).splitlines()[0]

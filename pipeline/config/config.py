@@ -87,6 +87,8 @@ class PromoteConfig(StrictModel):
     """Sweep whose candidates are considered; null takes the last sweep with a registered candidate."""
 
 
+EXPERIMENT_NAME, MODEL_NAME, CLASS_NAME = rf"^[^{CONTROLS}]+$", rf"^[^/:'{CONTROLS}]+$", r"^[A-Za-z0-9_-]{1,64}$"
+"""Patterns of MLflow's names and of routed workloads."""
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
 """Variable with the store's address, for `uri=null`."""
 
@@ -98,9 +100,9 @@ class Tracking(StrictModel):
     """Whether runs and engines are logged. An engine that is not logged can neither be registered nor promoted."""
     uri: Annotated[str, Field(min_length=1)] | None = None
     """Database URI or server address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory if that is not set."""
-    experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{CONTROLS}]+$")] = "kvgate"
+    experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=EXPERIMENT_NAME)] = "kvgate"
     """Name of the MLflow experiment."""
-    model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^/:'{CONTROLS}]+$")] | None = None
+    model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=MODEL_NAME)] | None = None
     """Name of the registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None
     """Whether the registry gets a copy of the whole bundle; null means only if the store is SQLite on this machine."""
@@ -129,7 +131,7 @@ def _number_as_text(name: Any) -> Any:
     return str(name) if type(name) is int else name  # `retrieval: 3` is a version
 
 
-ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
+ClassName = Annotated[str, StringConstraints(pattern=CLASS_NAME), AfterValidator(_is_no_other_alias)]
 EngineName = Annotated[str, BeforeValidator(_number_as_text), StringConstraints(min_length=1, max_length=200)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 

@@ -11,13 +11,31 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from pipeline.config.config import CLASS_NAME, EXPERIMENT_NAME, MODEL_NAME
 from pipeline.config.override_syntax import written
 from stages.core.errors import short
 from stages.core.redaction import leaves
 from stages.engines.config import backend_configs
+from stages.policies.policy import POLICY_NAME
 
 MAX_PLACES = 3
 """Maximum number of complete keys that a hint lists for a key that was given without its section."""
+SYNONYMS = {
+    "gpu": "cuda",
+    "fp8_e4m3": "fp8",
+    "fp8_per_token_head": "vllm_fp8",
+    "int8_per_token_head": "vllm_int8",
+    "int4_per_token_head": "vllm_int4",
+    "turboquant_k8v4": "vllm_k8v4",
+}
+"""Value -> the choice with the same meaning, if its letters do not show that: names of a device and of vLLM's caches."""
+NAMES = {
+    POLICY_NAME: "must begin with a small letter, and have only small letters, digits and _",
+    MODEL_NAME: "must have no / : ' and no characters that cannot be printed",
+    EXPERIMENT_NAME: "must have no characters that cannot be printed",
+    CLASS_NAME: "must be 1 to 64 letters, digits, _ and -",
+}
+"""Pattern of a name -> the pattern in words."""
 KEY_MARK = "[key]"
 """Last part of pydantic's location of a problem with a mapping's key instead of its value."""
 
@@ -59,7 +77,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             got = short(repr(value) if isinstance(value, str) else value, 200)
             hint = _percent(problem.get("ctx", {}), value)
             if problem["type"] in ("list_type", "tuple_type") and len(got) < 200 and isinstance(value, str | int | float):
-                hint = f"; give a list: {shlex.quote(f'{key}=[{written(value)}]')}"
+                listed = value.strip("[]") if isinstance(value, str) else value  # one bracket may be missing
+                hint = f"; give a list: {shlex.quote(f'{key}=[{written(listed) if listed == value else listed}]')}"
             lines.append(f"{key}: {_plain(problem)} (got {got}){hint}")
     return lines
 
@@ -67,6 +86,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
 def _plain(problem: ErrorDetails) -> str:
     """Return pydantic's text of a problem, or plainer words for texts that name Python's types."""
     kind, text = problem["type"], problem["msg"]
+    if kind == "string_pattern_mismatch":
+        return NAMES.get(problem["ctx"]["pattern"], f"{text[0].lower()}{text[1:]}")
     if kind in ("list_type", "tuple_type"):
         return "must be a list"
     if kind in ("dict_type", "model_type"):
@@ -94,11 +115,14 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
         return "unknown key; leave it out"
     if len(location) == 1:
         sections: Any = OmegaConf.to_container(composed)
-        places = _places(name, {key: section for key, section in sections.items() if key not in (name, "hydra")})
+        others = {key: section for key, section in sections.items() if key not in (name, "hydra")}
+        places = _places(name, others)
+        joined = {place.replace(".", "_"): place for place, _ in leaves(others)}
+        places = places or [joined[close] for close in get_close_matches(name, joined, n=1, cutoff=0.9)]
         if 0 < len(places) <= MAX_PLACES:
             return f"unknown key, did you mean {' or '.join(places)}?"
     siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed
-    choices = [str(key) for key in siblings or () if key not in (name, "hydra")]
+    choices = [str(key) for key in siblings or () if key not in (name, "hydra", "name" if location[0] == "backend" else "")]
     return f"unknown key{suggest(name, choices) or '; leave it out'}"
 
 
@@ -114,7 +138,8 @@ def _places(name: str, values: dict[str, Any], parent: str = "") -> list[str]:
 
 def suggest(value: str, choices: Sequence[str]) -> str:
     """Return the hint after an invalid value: the closest choice, the only choice that contains the value, or all choices."""
-    close = get_close_matches(value, choices, n=1) or [choice for choice in choices if value in choice]
+    close = [SYNONYMS[value]] if SYNONYMS.get(value) in choices else get_close_matches(value, choices, n=1)
+    close = close or [choice for choice in choices if value in choice]
     if len(close) == 1:
         return f", did you mean {close[0]}?"
     return f"; choose one of {', '.join(choices)}" if choices else ""

@@ -158,6 +158,9 @@ class LayerOverride(StrictModel):
         return self.key if side.is_key else self.value
 
 
+POLICY_NAME = r"^[a-z][a-z0-9_]*$"
+
+
 class KVPolicy(StrictModel):
     """The formats of a cache: one for keys, one for values, and exceptions.
 
@@ -165,7 +168,7 @@ class KVPolicy(StrictModel):
     single layers can have formats of their own. With `eviction` the cache does not keep every token.
     """
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
+    name: str = Field(pattern=POLICY_NAME, max_length=64)
     """Name of the policy in reports and in the registry."""
     key: Format
     """Format of the keys."""
