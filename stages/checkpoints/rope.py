@@ -195,7 +195,7 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
     for key, value in parameters.items():
         may_be_bool = key in FLAGS or key not in read
         if key not in ROPE_TEXTS and not (value is None or is_number(value) or (type(value) is bool and may_be_bool)):
-            raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(value)}")
+            raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(repr(value))}")
         plain = value in (None, False) or (key == "factor" and value == 1)
         if not plain and key not in read:
             raise refusal(
@@ -209,11 +209,13 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
     for key in ("rope_theta", "original_max_position_embeddings", "factor"):
         value = parameters.get(key)
         if value is not None and not is_number(value, 1, MAX_VALUE):
-            raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(value)}")
+            raise refusal(
+                path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(repr(value))}"
+            )
     original = parameters.get("original_max_position_embeddings")
     if original is not None and original != int(original):
         place = f"{place}.original_max_position_embeddings"
-        raise refusal(path, f"config.json: {place} must be a whole number, got {short(original)}")
+        raise refusal(path, f"config.json: {place} must be a whole number, got {short(repr(original))}")
     if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         low = short(parameters["low_freq_factor"])
         raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")

@@ -25,7 +25,8 @@ class StrictModel(BaseModel):
     )
 
 
-def _check_path(text: str) -> str:
+def check_path(text: str) -> str:
+    """Return the path that the user gave. Raises PydanticCustomError if it cannot be a path on this machine."""
     if not text.strip():
         raise PydanticCustomError("no_path", "is empty; give a path, or leave the key out")
     if re.match(r"[a-z][\w.+-]*://", text, re.IGNORECASE) and not text.startswith("pkg://"):
@@ -42,7 +43,7 @@ def _check_path(text: str) -> str:
     return text
 
 
-PathText = Annotated[str, AfterValidator(_check_path)]
+PathText = Annotated[str, AfterValidator(check_path)]
 """A path that the user typed."""
 
 
@@ -67,7 +68,7 @@ def first_problem(error: ValidationError, record_name: str = "the file") -> str:
     Unknown keys come first, because a misspelled key also causes the problem that the correct key is missing.
     """
     first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
-    return f"{'.'.join(map(str, first['loc'])) or record_name}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc'])) or record_name}: {first['msg'].removeprefix('Value error, ')}"
 
 
 MAX_TEXT_BYTES = 1 << 30
