@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.workloads.conversation import Message
-from stages.workloads.rendering import rendered
+from stages.workloads.rendering import RENDER_CHARACTERS, rendered
 
 ANSWER, NEXT = "kvgate's answer", "kvgate's next question"
 """Placeholder messages that no chat template contains, so that `text_after_answer` can find them in the rendered text."""
@@ -43,17 +43,25 @@ def _plain(sample: Sample) -> str:
 
 
 def _chat(tokenizer: Any, sample: Sample) -> str:
+    messages: Sequence[Message] = sample.messages
     try:
-        return apply_template(tokenizer, sample.messages)
-    except TemplateError:
-        folded = _fold_system(sample.messages)
-    try:
-        return apply_template(tokenizer, folded)
+        try:
+            text = apply_template(tokenizer, messages)
+        except TemplateError:
+            messages = _fold_system(messages)
+            text = apply_template(tokenizer, messages)
     except TemplateError as error:
         raise UserError(
             f"workloads: the tokenizer's chat_template refuses sample {sample.id} ({error}); "
             "change its messages or give a prompt instead"
         ) from error
+    # `rendered` refuses longer texts with a reason of its own
+    if len(text) <= RENDER_CHARACTERS and not all(content.strip() in text for role, content in messages if role == "user"):
+        raise UserError(
+            f"workloads: the tokenizer's chat_template drops a user's message of sample {sample.id}; give another template, or "
+            "a prompt instead of messages"
+        )
+    return text
 
 
 def apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:

@@ -155,6 +155,13 @@ def test_refused_system_messages_are_prepended_to_the_users_turn(tokenizer: Any)
             render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=(("user", "a"), (second, "b")), reference="x")])
 
 
+def test_a_template_that_drops_a_question_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    turns = (("user", "a"), ("assistant", "b"), ("user", "Which colour?"))
+    with refused(UserError, "workloads: the tokenizer's chat_template drops a user's message of sample odd-7; give another"):
+        render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=turns, reference="x")])
+
+
 def texts_of(checkpoint: Path, out: Path, **options: Any) -> list[str]:
     options = {"samples": 5, "workloads": ["prose", "copy"], "jsonl": None, "seed": 0, "progress": no_progress, **options}
     calibration_texts(checkpoint, out, **options)

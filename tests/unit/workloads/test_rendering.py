@@ -60,7 +60,7 @@ def test_samples_are_rendered_in_one_child() -> None:
     samples = [dataclasses.replace(SAMPLE, id=str(number), messages=(("user", str(number)),)) for number in range(300)]
     assert render_all(TemplateTokenizer("{{ messages[0].content }}\\n"), samples) == [f"{number}\\n" for number in range(300)]
     with pytest.raises(UserError, match=r"refuses sample 7 \(ZeroDivisionError"):
-        render_all(TemplateTokenizer("{{ 1 // (7 - messages[0].content | int) }}"), samples)
+        render_all(TemplateTokenizer("{{ messages[0].content }}{{ 1 // (7 - messages[0].content | int) }}"), samples)
 
 
 def test_a_template_that_ends_its_process_is_refused() -> None:
@@ -74,4 +74,5 @@ def test_thinking_is_disabled_in_templates_that_support_it() -> None:
         "{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}",
         "{% if thinking is defined and thinking %}<think>{% else %}<think></think>{% endif %}",
     ):
-        assert render_all(TemplateTokenizer(template), [SAMPLE]) == ["<think></think>"]
+        (text,) = render_all(TemplateTokenizer("{{ messages[0].content }}" + template), [SAMPLE])
+        assert text.endswith("<think></think>")
