@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from omegaconf import OmegaConf
 from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.explain import explain_validation
 from pipeline.config.override_syntax import written
-from stages.core.errors import EXIT_CODES, Refusal, UserError, describe, exit_code
+from stages.core.errors import EXIT_CODES, Refusal, UserError, describe, exit_code, short
+from stages.core.strict import check_path
 from stages.policies.policy import KVPolicy
 
 P = ParamSpec("P")
@@ -38,6 +41,16 @@ def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
             raise kind(describe(error)) from error
 
     return call
+
+
+def path_argument(name: str, value: object) -> Path:
+    """Return a path argument with `~` expanded. Raises UserError if it cannot be a path on this machine."""
+    if not isinstance(value, str | Path):
+        raise UserError(f"{name}={value!r}: is not a path; give one as text or as a Path")
+    try:
+        return Path(check_path(str(value))).expanduser()
+    except PydanticCustomError as error:
+        raise UserError(f"{name}={short(str(value), 200)}: {error.message()}") from None
 
 
 def make_policy(**values: Any) -> KVPolicy:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from pipeline.api.calls import compose, raises_refusals
+from pipeline.api.calls import compose, path_argument, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.config.config import Config
 from pipeline.evidence.findings import require_same
@@ -50,10 +50,12 @@ def champion(
     """
     if not isinstance(model, str | Path):
         raise UserError(f"model={model!r}: is not a model; give the registered one, or the checkpoint")
+    samples_path = None if samples is None else path_argument("samples", samples)
+    if not isinstance(trusted, str | Path | Sequence):
+        raise UserError(f"trusted={trusted!r}: is not a list of files; give the files of public keys, or leave it out")
     # The configuration of a command that only reads.
-    settings = {"stage": "verify", "bundle": workdir, "workdir": workdir, "tracking.uri": tracking_uri}
+    settings = {"stage": "verify", "bundle": ".", "workdir": workdir, "tracking.uri": tracking_uri}
     config = compose({**settings, "signing.trusted": [trusted] if isinstance(trusted, str | Path) else list(trusted)})
-    samples_path = None if samples is None else Path(samples).expanduser()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgate-")))
         loaded = load(_fetch_verified(config, str(model), scratch, samples_path), threads=threads)
@@ -66,13 +68,14 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
 
     config.signing.check()
     location = locate(config.tracking, config.work, checkpoint_label(model))
-    names = list(dict.fromkeys([model, location.model_name]))
+    # MLflow refuses names with / or :, such as the path of a checkpoint.
+    names = [name for name in dict.fromkeys([model, location.model_name]) if not {"/", ":"} & set(name)]
     if not location.exists:
         raise UserError(f"{location} cannot be used: there is no such file; give the store that a promotion wrote to")
     reader = RegistryReader(location)
     version = reader.champion(names)
     if version is None:
-        raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
+        raise UserError(f"model={model}: the registry has no champion of {' or '.join(names)}; promote one, or give another")
     champion_name, why = f"version {version.number}, the champion of {model}", ""
     evidence: Evidence | None = None
     try:

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
-from pipeline.api.calls import compose, raises_refusals
+from pipeline.api.calls import compose, path_argument, raises_refusals
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle, read_lineage
 from pipeline.evidence.reading import bundle_directory, bundle_of
 from stages.checkpoints.description import inspect_checkpoint
-from stages.core.errors import MissingRequirement, UserError, required_libraries
+from stages.core.errors import MissingRequirement, UserError, required_libraries, short
 from stages.core.records import MemoryReport, Sample
 from stages.engines.backend import open_backend
 from stages.engines.bundle import BUNDLE_FILE
@@ -21,6 +21,8 @@ from stages.policies.policy import KVPolicy
 
 Prompt = str | Sequence[Mapping[str, str]]
 THREADS = "OMP_NUM_THREADS"
+ROLES = ("system", "user", "assistant")
+"""Roles of messages, as in the files of questions."""
 
 
 class LoadedEngine:
@@ -65,7 +67,7 @@ class LoadedEngine:
         Example:
             >>> engine.generate("Copy:\\n04 Bergen 14 Tartu", max_new_tokens=16)  # doctest: +SKIP
         """
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 1")
         is_batch = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], str | Sequence)
         several: Sequence[Any] = prompt if is_batch and not isinstance(prompt, str) else [prompt]
@@ -109,11 +111,13 @@ class LoadedEngine:
 
 def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, Sequence) or not messages:
+    if not isinstance(messages, Sequence) or isinstance(messages, bytes) or not messages:
         raise UserError(f"prompt: {prompt!r} is not a prompt; give a text, or a conversation")
     for message in messages:
-        if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise UserError(f'prompt: {message!r} is not a message; give {{"role": "user", "content": "..."}}')
+        known = isinstance(message, Mapping) and set(message) == {"role", "content"} and message["role"] in ROLES
+        if not known or not isinstance(message["content"], str):
+            fix = f'give {{"role": "user", "content": "..."}} with a role of {", ".join(ROLES)}, and no other keys'
+            raise UserError(f"prompt: {short(repr(message), 200)} is not a message; {fix}")
         if any("\ud800" <= letter <= "\udfff" for letter in message["content"]):
             raise UserError("prompt: holds half of a surrogate pair, which is not text; correct it")
     return tuple((message["role"], message["content"]) for message in messages)
@@ -139,9 +143,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     strange = next((key for key in overrides if not key.startswith("backend.")), None)
     if strange is not None:
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
-    if not isinstance(bundle, str | Path):
-        raise UserError(f"bundle={bundle!r}: is not a path; give the directory of an engine")
-    directory = _engine_directory(bundle_directory(str(bundle)))
+    directory = _engine_directory(bundle_directory(str(path_argument("bundle", bundle))))
     record = read_bundle(directory)
     name = record.get("backend")
     values: dict[str, object] = {"stage": "build", "backend": name}

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.engines.fake import CharTokenizer
@@ -28,6 +29,7 @@ from pipeline.api.engines import LoadedEngine
 from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
 from pipeline.lm_eval.__main__ import main
+from pipeline.registry.tracking import Location
 from stages.verdict.thresholds import RULES
 
 UNUSED = LoadedEngine.__new__(LoadedEngine)
@@ -47,8 +49,16 @@ UNUSED = LoadedEngine.__new__(LoadedEngine)
         (lambda: load("engine", kv="fp8"), "give keys of backend.* alone"),
         (lambda: load("engine", threads=0), "backend.threads: input should be greater than or equal to 1"),
         (lambda: load("nowhere"), "no such directory"),
+        (lambda: load(""), "bundle=: is empty; give a path"),
+        (lambda: load("a" * 5000), "is too long for a path; give a shorter one"),
         (lambda: champion(None), "model=None: is not a model"),  # type: ignore[arg-type]
+        (lambda: champion("tiny", trusted=None), "trusted=None: is not a list of files"),  # type: ignore[arg-type]
+        (lambda: champion("tiny", samples=5), "samples=5: is not a path"),  # type: ignore[arg-type]
+        (lambda: champion("tiny", workdir=3), "workdir: input should be a valid string (got 3)"),  # type: ignore[arg-type]
         (lambda: UNUSED.generate([], 8), "prompt: [] is not a prompt"),
+        (lambda: UNUSED.generate(b"hello", 8), "prompt: b'hello' is not a prompt"),  # type: ignore[arg-type]
+        (lambda: UNUSED.generate([{"role": "bot", "content": "x"}], 8), "with a role of system, user, assistant"),
+        (lambda: UNUSED.generate([{"role": "user", "content": "x", "name": "y"}], 8), "and no other keys"),
         (lambda: UNUSED.generate("hello", 0), "max_new_tokens=0: must be a whole number of at least 1"),
     ],
 )
@@ -72,6 +82,16 @@ VALUES = [*TEXTS, None, True, 1, -0.5, {"a": "b:c", "d": [1, "x,y", None]}]
 def test_a_value_is_written_so_that_hydra_reads_it_back(value: object) -> None:
     read = OverridesParser.create().parse_override(f"key={written(value)}").value()
     assert OmegaConf.to_container(OmegaConf.create({"key": read})) == {"key": value}
+
+
+def test_a_champion_is_found_by_the_path_of_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow refuses a path as the name of a model."""
+    from pipeline.registry import mlflow_store
+
+    monkeypatch.setattr(Location, "exists", True)
+    monkeypatch.setattr(mlflow_store, "RegistryReader", lambda _: SimpleNamespace(champion=lambda _: None))
+    with refused(UserError, "model=/models/Qwen3: the registry has no champion of kvgate-Qwen3;"):
+        champion("/models/Qwen3", workdir=tmp_path)
 
 
 @pytest.mark.parametrize("uri", [None, "sqlite:///{}/none.db"])
