@@ -1,6 +1,7 @@
 """Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -219,8 +220,12 @@ def _plan_jobs(overrides: list[Override], multirun: bool, parser: OverridesParse
         refuse_code(composed.hydra, _composed([f"{LAUNCHER}={launcher}", *overrides_of_others]).hydra)
     if multirun or composed.hydra.mode == RunMode.MULTIRUN:
         return replace(_sweep(overrides, composed.hydra, parser), launcher=launcher)
-    swept = next((as_typed(str(o.input_line)) for o in overrides if o.is_sweep_override()), None)
-    if swept is not None:
+    first = next((o for o in overrides if o.is_sweep_override()), None)
+    if first is not None:
+        swept = as_typed(str(first.input_line))
+        if OmegaConf.is_list(OmegaConf.select(composed, first.key_or_group)):
+            key, _, values = swept.partition("=")
+            raise UserError(f"{swept}: a list has brackets; write {shlex.quote(f'{key}=[{values}]')}")
         raise UserError(f"{swept}: several values need a sweep; add -m, or quote one text with commas: {as_text(swept)}")
     if launcher != BASIC:
         raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")

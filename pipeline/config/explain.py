@@ -138,7 +138,9 @@ def _places(name: str, values: dict[str, Any], parent: str = "") -> list[str]:
 
 def suggest(value: str, choices: Sequence[str]) -> str:
     """Return the hint after an invalid value: the closest choice, the only choice that contains the value, or all choices."""
-    close = [SYNONYMS[value]] if SYNONYMS.get(value) in choices else get_close_matches(value, choices, n=1)
+    # int8.yaml, 'int8 and "int8 # comment" mean int8
+    words = [word for word in (SYNONYMS.get(value), *re.findall(r"\w+", value.lower())) if word in choices]
+    close = words[:1] or get_close_matches(value, choices, n=1)
     close = close or [choice for choice in choices if value in choice]
     if len(close) == 1:
         return f", did you mean {close[0]}?"
