@@ -176,7 +176,8 @@ def make_plan(config: Config) -> PrunePlan:
     inventory = take_inventory(config)
     for problem in inventory.problems:
         line = str(problem).splitlines()[0]
-        raise type(problem)(f"stage=prune: {line}; repair it or remove it: it may name needed artifacts")
+        repair = "repair it or remove it: " if isinstance(problem, UserError) else ""  # not a store that is only busy
+        raise type(problem)(f"stage=prune: {line}; {repair}it may name needed artifacts")
     _check_known(config, inventory)
     users = first_users(inventory, config.prune.keep_sweeps)
     removable = [piece for piece in inventory.pieces if piece.place not in users]

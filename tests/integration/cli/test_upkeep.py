@@ -19,10 +19,11 @@ from helpers.registry.judged_engine import candidate_of, config_of, judged_engin
 from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
 
+from pipeline.cli import upkeep
 from pipeline.cli.upkeep import PrunePlan, make_plan, remove, show_status
 from pipeline.config.config import ENVIRONMENT, Config, Tracking
 from pipeline.evidence.identity import read_identity
-from pipeline.evidence.retention import Piece, distinct_bytes, take_inventory, walk
+from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, take_inventory, walk
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
@@ -234,6 +235,13 @@ def test_nothing_is_removed_if_it_is_unknown_what_serves(ground: Ground, copied:
         (copied.work / "summaries" / f"{LAST}.json").write_text(content)
         with pytest.raises(UserError, match=f"stage=prune: .*{LAST}.json is damaged"):
             copied.plan()
+
+
+def test_a_busy_store_is_not_to_be_removed(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Inventory([], problems=[MissingRequirement("the store did not answer; raise tracking.timeout_s")])
+    monkeypatch.setattr(upkeep, "take_inventory", lambda _: busy)
+    with pytest.raises(MissingRequirement, match=r"raise tracking.timeout_s; it may name needed artifacts$"):
+        ground.plan()
 
 
 def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
