@@ -39,6 +39,13 @@ def wrong_value(path: Path, config: dict[str, Any], key: str, expected: str) -> 
     return refusal(path, f"config.json: {key} must be {expected}, got {short(repr(config.get(key)), 40)}")
 
 
+def _checkpoint_below(directory: Path) -> str:
+    """Return the fix for a directory that is no checkpoint: the model inside it, or a directory of the Hub's cache."""
+    configs = [*directory.glob("*/config.json"), *directory.glob("snapshots/*/config.json")]
+    models = sorted([*directory.glob("*.gguf"), *(config.parent for config in configs)])
+    return f"give {short(models[0], 200)}" if models else "give a checkpoint's directory"
+
+
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file of a checkpoint.
 
@@ -49,7 +56,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         content = parse_json(read_file(path / name, MAX_JSON_BYTES))
     except Unreadable as error:
         if not os.path.lexists(path / name) and os.access(path, os.X_OK):
-            raise refusal(path, f"not a Hugging Face checkpoint: {name} is missing; give a checkpoint's directory") from None
+            raise refusal(path, f"not a Hugging Face checkpoint: {name} is missing; {_checkpoint_below(path)}") from None
         raise refusal(path, f"{name} {error}") from None
     if not isinstance(content, dict):
         raise refusal(path, f"{name} must hold a JSON object; correct it")

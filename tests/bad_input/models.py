@@ -130,6 +130,7 @@ def link_out(path: Path) -> None:
 CONFIG_JSON = "config.json"
 JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("missing", with_replaced(CONFIG_JSON, lambda _: None), ("missing",)),
+    ("in a directory below", lambda directory: with_config()(directory / "model"), ("missing; give", "model/model")),
     ("NaN", with_file(CONFIG_JSON, json.dumps(CONFIG | {"initializer_range": float("nan")})), ("is not JSON", "NaN")),
     ("an infinite number", with_file(CONFIG_JSON, '{"initializer_range": 1e999}'), ("is not JSON",)),
     ("not UTF-8", with_file(CONFIG_JSON, b"\xff\xfe{}"), ("not UTF-8",)),
