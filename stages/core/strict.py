@@ -58,6 +58,10 @@ def absolute_path(path: str) -> Path:
 LFS_POINTER = b"version https://git-lfs"
 
 
+PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstd", b"PAR1": "Parquet"}
+"""First bytes of a file -> the format, if it is not text."""
+
+
 class Unreadable(ValueError):
     """A file that cannot be used. The message states the problem and the fix; the caller adds the file's name."""
 
@@ -107,9 +111,13 @@ def refuse_pointer(content: bytes) -> None:
 def read_user_file(key: str, path: Path) -> bytes:
     """Return the content of the user's file that `key` names, for samples or texts. Raises UserError if `read_file` fails."""
     try:
-        return read_file(path, MAX_TEXT_BYTES)
+        content = read_file(path, MAX_TEXT_BYTES)
     except Unreadable as error:
         raise UserError(f"{key}={path}: {error}") from None
+    packed = next((kind for start, kind in PACKED.items() if content.startswith(start)), None)
+    if packed is not None:
+        raise UserError(f"{key}={path}: is a {packed} file; give its content as a text file")
+    return content
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

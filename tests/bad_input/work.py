@@ -51,6 +51,8 @@ TOOL = {"check": "tool_call", "tools": [{"name": "f", "arguments": ["a"]}]}
 SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no JSON", "{", ("1:", "not one JSON value")),
     ("NaN", '{"prompt": NaN}', ("1:",)),
+    ("a JSON array", '[\n{"prompt": "a", "reference": "b"}\n]', ("is a JSON array", "jq -c '.[]'")),
+    ("an indented object", '{\n"prompt": "a",\n"reference": "b"\n}', ("several lines", "jq -c .")),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
     ("a prompt of white space", sample_line(prompt=" \n "), ("prompt", "must not be empty")),
     ("a reference of white space", sample_line(reference=" \n "), ("reference", "must not be empty")),
@@ -67,9 +69,11 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a duplicate id", sample_line(id="a") + "\n" + sample_line(id="a"), ("2:", "id")),
 )
 
+GZIP = b"\x1f\x8b\x08\x00"
 TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty file", "", ("no texts",)),
     ("no JSON", "abc", (":1:", "not JSON")),
+    ("gzip", GZIP, ("is a gzip file; give its content as a text file",)),
 )
 
 SNAPSHOT = {"classes": {"chat": {

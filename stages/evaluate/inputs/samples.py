@@ -4,7 +4,7 @@ docs/questions.md#my-questions describes the keys of a line.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -110,6 +110,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             used_ids.add(sample.id)
             samples[number] = sample
     if problems:
+        _refuse_json(path, lines)
         listed_problems, more = problems[:MAX_PROBLEMS], len(problems) - MAX_PROBLEMS
         if more > 0:
             listed_problems.append(f"{path}: {more:,} more problems, correct these first")
@@ -121,6 +122,18 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             samples[number] = replace(sample, id=_free_id(f"{path.stem}-{number:04d}", used_ids))
             used_ids.add(samples[number].id)
     return list(samples.values())
+
+
+def _refuse_json(path: Path, lines: Sequence[str]) -> None:
+    """Raise UserError if the whole file is one JSON array, or one object over several lines."""
+    try:
+        value = json.loads("\n".join(lines))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(value, list):
+        raise UserError(f"workloads.jsonl={path}: is a JSON array; write each question on a line of its own (jq -c '.[]')")
+    if sum(map(bool, map(str.strip, lines))) > 1:
+        raise UserError(f"workloads.jsonl={path}: is one JSON value over several lines; write it on one line (jq -c .)")
 
 
 def _free_id(wanted: str, used: Collection[str]) -> str:
