@@ -47,6 +47,8 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("kv=int8.yaml", "kv=int8.yaml: no such option, did you mean int8?"),
     ("workloads.lengths=1024,2048", "a list has brackets; write 'workloads.lengths=[1024,2048]'"),
     ("kv=fp8_e4m3", "kv=fp8_e4m3: no such option, did you mean fp8?"),
+    ("workloads.length_documents=30", "workloads.length_documents=30: only workloads.lengths reads it"),
+    ("kv/key=fp8", "kv/key: unknown key, did you mean kv.key?"),
     ("gates/min_recovery=0.9", "gates/min_recovery: unknown key, did you mean gates.min_recovery?"),
     ("model_path=/models/x", "model_path: unknown key, did you mean model.path?"),
     ("kv.overrides={layers:[0]}", "kv.overrides: must be a list, in []"),

@@ -122,8 +122,8 @@ def encode(
 ) -> list[EncodedSample]:
     """Encode samples. References that are not judged are cut; others end with `stop`, by default the tokenizer's `end`.
 
-    Raises UserError if a prompt has fewer than two tokens (its last token must go through the decode path), or a reference is
-    empty.
+    Raises UserError if a prompt has fewer than two tokens (its last token must go through the decode path), or if a reference
+    is empty or holds an end token.
     """
     stop = tokenizer.end if stop is None else stop
     encoded = []
@@ -132,6 +132,11 @@ def encode(
         if len(prompt) < 2 or not reference:
             part, least = ("reference", 1) if not reference else ("prompt", 2)
             raise UserError(f"workloads: the {part} of sample {sample.id} is too short; it needs {least} token(s) or more")
+        if sample.judged and not set(tokenizer.ends).isdisjoint(reference):
+            raise UserError(
+                f"workloads: the reference of sample {sample.id} holds a token that ends answers, so no answer can equal it; "
+                "leave the token out"
+            )
         reference = [*reference, stop] if sample.judged else reference[:max_scored_tokens]
         results = tokenizer.spans(sample.reference, sample.results) if sample.results else ()
         encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference), results=results))

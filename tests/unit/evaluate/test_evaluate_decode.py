@@ -80,6 +80,8 @@ def test_judged_references_end_with_eos_and_others_are_cut() -> None:
     for prompt, reference, part in (("a", "b", "prompt"), ("ab", "", "reference")):
         with pytest.raises(UserError, match=f"the {part} of sample s is too short"):
             encode([Sample("s", "w", reference, prompt=prompt)], CharTokenizer(), 9)
+    with pytest.raises(UserError, match="the reference of sample s holds a token that ends answers"):
+        encode([Sample("s", "w", f"b{chr(EOS)}", prompt="ab")], CharTokenizer(), 9)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 16])
