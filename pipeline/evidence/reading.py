@@ -97,7 +97,7 @@ def find_evidence(directory: Path) -> list[Path]:
     of its evidence is signed, only signed evidence is returned.
 
     Raises:
-        UserError: the directory is neither evidence nor a bundle, or the evidence is unreadable.
+        UserError: the directory is neither evidence nor a bundle, or is an evaluation, or the evidence is unreadable.
         MissingRequirement: the bundle has no evidence here.
     """
     if os.path.lexists(directory / IDENTITY_FILE):
@@ -112,10 +112,15 @@ def find_evidence(directory: Path) -> list[Path]:
     about, unreadable = [], []
     for path in sorted(store.glob(f"identity/*/{IDENTITY_FILE}")):
         try:
-            if read_identity(path).link("engine").place == place:
+            lineage = read_identity(path)
+            if lineage.link("engine").place == place:
                 about.append(path.parent)
+            evaluated = lineage.link("evaluation").place == place
         except UserError as error:  # another engine's broken evidence must not stop this verification
             unreadable.append(str(error))
+        else:
+            if evaluated:
+                raise UserError(f"bundle={directory}: is an evaluation without its evidence; give bundle={path.parent}")
     about = [path for path in about if (path / SIGNATURE_FILE).is_file()] or about
     if not about and unreadable:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one cannot be read: {unreadable[0]}")
