@@ -163,7 +163,7 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         swept = override.is_sweep_override()
         for item in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:
             value = item.text if isinstance(item, QuotedString) else item
-            if value not in options and (value, key) != (None, "experiment"):
+            if value not in options:
                 fix = suggest(str(value), options)
                 if key in FILE_KEYS and FILE.search(str(value)):
                     fix = f"; write {FILE_KEYS[key]}{short(value, 200)}"

@@ -43,6 +43,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     (r"kv.name=\${kv}", "kv.name: must begin with a small letter"),
     ("tracking.model_name=a/b", "tracking.model_name: must have no / : '", "(got 'a/b')"),
     ("reference.device=gpu", "reference.device=gpu: no such option, did you mean cuda?"),
+    ("experiment=null seed=1", "experiment=null: no such option; choose one of demo"),
     ("kv=INT8", "kv=INT8: no such option, did you mean int8?"),
     ("kv=int8.yaml", "kv=int8.yaml: no such option, did you mean int8?"),
     ("workloads.lengths=1024,2048", "a list has brackets; write 'workloads.lengths=[1024,2048]'"),
