@@ -17,7 +17,7 @@ from stages.core.errors import GateRefusal, UserError
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.thresholds import Check, Status
+from stages.verdict.verdict import Check, Status
 
 
 @dataclass(frozen=True, repr=False)

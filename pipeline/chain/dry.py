@@ -31,7 +31,7 @@ from stages.planning.duration import verdict_work
 from stages.verdict.candidate import NONE_PASSED, not_passed
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
-from stages.verdict.thresholds import Verdict
+from stages.verdict.verdict import Verdict
 from stages.workloads.config import LONG, LONG_QUESTIONS
 
 COLUMNS = list(map(Column, ("artifact", "job", "is")))

@@ -28,7 +28,7 @@ from stages.engines.interface import Engine
 from stages.engines.torch.backend import TorchBackend
 from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
 from stages.verdict.gates import decide, is_final
-from stages.verdict.thresholds import Verdict
+from stages.verdict.verdict import Verdict
 from stages.workloads.config import long_cost
 from stages.workloads.user_files import user_content, user_files
 

@@ -53,7 +53,8 @@ from pipeline.config.stages import STAGES, StageFacts
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, printable, redact_text
 from stages.policies.policy import KVPolicy
-from stages.verdict.thresholds import Status, Thresholds
+from stages.verdict.thresholds import Thresholds
+from stages.verdict.verdict import Status
 
 # Options whose values are defaults in the code, not files of conf/.
 ConfigStore.instance().store("default", Thresholds().model_dump(mode="json"), group="gates")

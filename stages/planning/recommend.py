@@ -23,7 +23,8 @@ from stages.engines.config import is_least_preferred
 from stages.planning.capacity import Capacity, CapacityConfig, PolicyCapacity
 from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
-from stages.verdict.thresholds import MAX_ATTEMPTS, Status
+from stages.verdict.thresholds import MAX_ATTEMPTS
+from stages.verdict.verdict import Status
 from stages.workloads.config import LONG, Workload, WorkloadsConfig, more_documents
 
 NO_EVIDENCE = "no evidence"

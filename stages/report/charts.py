@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from stages.report.exhibit import BASELINE, Exhibit, shown
 from stages.verdict.candidate import Candidate
-from stages.verdict.thresholds import Gate
+from stages.verdict.verdict import Gate
 
 BASELINES = "fp16 baseline"
 """Prefix of the names of FP16 baselines. It differs from "fp16", because a policy may have that name."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from stages.core.files import ARTIFACTS
 from stages.core.strict import StrictModel
-from stages.verdict.figures import ALL, describe_recovery
+from stages.verdict.figures import describe_recovery
 from stages.verdict.report import SAMPLES_FILE
-from stages.verdict.thresholds import Check, Gate, Status, Verdict
+from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """Fields of a candidate that come from its verdict."""

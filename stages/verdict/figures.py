@@ -7,10 +7,8 @@ import numpy as np
 
 from stages.verdict.bets import Array, Mean, Result, document_sums
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import Check, Gate
+from stages.verdict.verdict import Check, Gate
 
-ALL = "all"
-"""`Check.where` of a line on all workloads together."""
 MIN_SOUND_REQUESTS = 60
 """Number of requests that pass `max_ruined_share` if none is ruined, although the statistical proof needs 161 documents."""
 

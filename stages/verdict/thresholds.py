@@ -1,16 +1,11 @@
-"""The thresholds of all gates, and the record of a verdict. The gates are in `stages.verdict.gates`."""
+"""The thresholds of all gates. The gates are in `stages.verdict.gates`."""
 
-from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
-from stages.core.records import Number, Record, finite
 from stages.core.strict import StrictModel
 from stages.policies.delivery import ScaleChangeKind
-
-RULES = 28
-"""Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 MAX_SAMPLES = 1_000_000
 """Maximum number of samples that an INCONCLUSIVE suggests; messages say "over a million" for it."""
@@ -35,9 +30,6 @@ must-fail control must be below."""
 FAR_KL = 1.0
 """KL in nats that at most one token in a thousand may exceed. For INT4 in groups of 32 on SmolLM2, this KL is 2.9."""
 
-Status = Literal["PASS", "FAIL", "INCONCLUSIVE"]
-LineStatus = Literal["PASS", "FAIL", "INCONCLUSIVE", "WARNING"]
-"""Status of one line of the verdict's table. A WARNING does not affect the verdict."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, lt=1)]
@@ -87,92 +79,3 @@ class Thresholds(StrictModel):
     def next_attempt(self) -> Self | None:
         """These thresholds, for the next attempt; None after the last attempt."""
         return self.model_copy(update={"attempt": self.attempt + 1}) if self.attempt < MAX_ATTEMPTS else None
-
-
-class Gate(StrEnum):
-    """The kinds of verdict lines, in the order of a verdict. A threshold under `gates.` has the key of its line."""
-
-    heading: str
-    """Heading of the line in reports and messages."""
-    samples_decide: bool
-    """Whether more samples can decide an INCONCLUSIVE line."""
-
-    def __new__(cls, key: str, heading: str = "", samples_decide: bool = True) -> Self:
-        gate = str.__new__(cls, key)
-        gate._value_ = key
-        gate.heading = heading
-        gate.samples_decide = samples_decide
-        return gate
-
-    COMPLETE = "complete", "Complete"
-    RECOVERY = "min_recovery", "Recovery"
-    ACCURACY = "accuracy", "Right answers"
-    ACCEPTANCE = "max_acceptance_loss", "Acceptance loss"
-    MIN_SAMPLES = "min_samples", "Documents"
-    MEAN_KL = "max_mean_kl", "Mean KL"
-    TOP10_OVERLAP = "min_top10_overlap", "Top-10 overlap"
-    RUINED = "max_ruined_share", "Ruined requests"
-    FAR_TOKENS = "max_far_token_share", "Far tokens"
-    NOISE_FLOOR = "noise_floor", "A/A noise", False
-    MUST_FAIL_CONTROL = "must_fail_control", "Must-fail control", False
-    CONFORMANCE = "conformance", "Conformance", False
-    STRESS_TEST = "stress_test", "Stress test"
-    ALLOCATION = "allocation", "Allocation"
-    FREE_ANSWERS = "free_answers", "Free answers"
-    SCALE_DELIVERY = "scale_delivery", "Delivered scales"
-    FULL_POOL = "full_pool", "Full pool", False
-    TAKES_EFFECT = "takes_effect", "Long enough", False
-
-
-class Check(Record):
-    """One line of the verdict's table."""
-
-    gate: Gate
-    where: str
-    """Subject of the line: "all", a workload, a context bin (`workload [low, high)`), or a workload and a drafter. Tests of an
-    engine write "candidate" or "baseline". Two gates write a fixed text, such as "A/A noise"."""
-    value: float | None
-    bound: float | None = None
-    """One-sided bound that was compared with the threshold."""
-    threshold: float | None = None
-    status: LineStatus
-    reason: str
-
-    @classmethod
-    def of(
-        cls,
-        gate: Gate,
-        where: str,
-        *,
-        status: LineStatus,
-        text: str,
-        value: Number = None,
-        threshold: float | None = None,
-        bound: Number = None,
-    ) -> Self:
-        """Return a line with the reason `{where}: {text}`. Numbers that are not finite become null."""
-        reason = f"{where}: {text}"
-        return cls(
-            gate=gate, where=where, value=finite(value), bound=finite(bound), threshold=threshold, status=status, reason=reason
-        )
-
-
-class Verdict(Record):
-    """The decision of the gates, and its reasons."""
-
-    status: Status
-    reasons: list[str]
-    """Reasons of the failed checks for a FAIL, and of the inconclusive checks for an INCONCLUSIVE. A PASS lists the reasons of
-    the checks on recovery, or of all checks if none is about recovery."""
-    checks: list[Check]
-    warnings: list[str] = Field(default=[])
-    """Reasons of the checks with a WARNING, which do not affect the verdict."""
-    samples_needed: dict[str, int]
-    """For an INCONCLUSIVE verdict: workload, or "all" -> samples that would decide the next attempt if the rates stay the same.
-    This includes workloads that passed but would be open in the next attempt, which has a smaller share of ALPHA."""
-    round: int = 1
-    """Number of the last round whose samples were judged, from 1; 0 if the samples are incomplete."""
-    covered: str | None = None
-    """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
-    rules: int = RULES
-    """`RULES` of the gates that decided."""

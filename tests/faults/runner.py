@@ -21,7 +21,7 @@ from stages.engines.interface import Engine
 from stages.policies.policy import FP16_POLICY, POLICY_FILE, KVPolicy
 from stages.verdict.gates import conclude, decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.thresholds import Verdict
+from stages.verdict.verdict import Verdict
 
 CACHE = ("kv=int8", "backend=onnxruntime", "backend.attention=native", "backend.threads=1", "tracking=none")
 

@@ -16,7 +16,7 @@ from stages.core.records import LineCheck, Sample
 from stages.core.strict import CONTROLS, read_user_file
 from stages.evaluate.inputs.checks import judge, strict_json
 from stages.evaluate.inputs.lengths import long_samples
-from stages.verdict.figures import ALL
+from stages.verdict.verdict import ALL
 from stages.workloads.config import LONG, Workload, WorkloadsConfig
 from stages.workloads.generated import generate
 from stages.workloads.gsm8k import gsm8k_samples

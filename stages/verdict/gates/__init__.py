@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stages.verdict.figures import ALL, MIN_SOUND_REQUESTS, Figure, GateInput
+from stages.verdict.figures import MIN_SOUND_REQUESTS, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS, MAX_SAMPLES, Check, Gate, Status, Thresholds, Verdict
+from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS, MAX_SAMPLES, Thresholds
+from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stages.verdict.bets import OUTLIER, Array, Mean
-from stages.verdict.figures import ALL, Figure, GateInput, by_workload, means
+from stages.verdict.figures import Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
+from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Thresholds
+from stages.verdict.verdict import ALL, Check, Gate
 
 TAIL_SHARE = 0.001
 """Maximum share of tokens with a KL above FAR_KL."""

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from stages.policies.delivery import describe_changes
 from stages.verdict.conformance import describe, describe_bound
 from stages.verdict.figures import GateInput
-from stages.verdict.thresholds import Check, Gate, LineStatus, Status, Thresholds
+from stages.verdict.thresholds import Thresholds
+from stages.verdict.verdict import Check, Gate, LineStatus, Status
 
 SHOWN = 4
 """Maximum number of failures that a reason lists."""

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from stages.core.records import Sample
-from stages.verdict.figures import ALL, MIN_SOUND_REQUESTS, GateInput, by_workload
+from stages.verdict.figures import MIN_SOUND_REQUESTS, GateInput, by_workload
 from stages.verdict.gates.distances import shows_none_ruined
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import FAR_KL, Check, Gate, Status, Thresholds
+from stages.verdict.thresholds import FAR_KL, Thresholds
+from stages.verdict.verdict import ALL, Check, Gate, Status
 
 REQUIRED_NUMBERS = (
     "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",

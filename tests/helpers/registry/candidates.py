@@ -20,7 +20,7 @@ from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Limits
 from stages.verdict.gates import Decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, load_report, load_rows
-from stages.verdict.thresholds import Check, Gate, LineStatus, Status
+from stages.verdict.verdict import Check, Gate, LineStatus, Status
 
 CLASSES = ("retrieval", "copy")
 

@@ -20,7 +20,7 @@ from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.verdict.conformance import Conformance, Deviation, EngineConformance
-from stages.verdict.thresholds import Check
+from stages.verdict.verdict import Check
 from stages.workloads.config import StressTestConfig
 
 SOUND = sorted(POLICIES)[:: 1 if STRIDE == 1 else 2 * STRIDE]

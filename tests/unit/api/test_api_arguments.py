@@ -30,7 +30,7 @@ from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
 from pipeline.lm_eval.__main__ import main
 from pipeline.registry.tracking import Location
-from stages.verdict.thresholds import RULES
+from stages.verdict.verdict import RULES
 
 UNUSED = LoadedEngine.__new__(LoadedEngine)
 """An engine that must refuse arguments without being used."""

@@ -16,7 +16,7 @@ from pipeline.config.config import PromoteConfig
 from pipeline.config.stages import STAGES
 from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
-from stages.verdict.thresholds import Status
+from stages.verdict.verdict import Status
 
 
 def test_every_declared_stage_has_a_function() -> None:

@@ -8,7 +8,7 @@ from helpers.registry.candidates import judged_candidate
 from pipeline.cli.junit import write_junit
 from pipeline.registry.summary import Summary
 from stages.verdict.candidate import Candidate
-from stages.verdict.thresholds import Check, Gate, LineStatus
+from stages.verdict.verdict import Check, Gate, LineStatus
 
 CHILDREN = {
     "testsuites": {"testsuite"},

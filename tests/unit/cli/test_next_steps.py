@@ -18,7 +18,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.stages import STAGES
 from stages.verdict.candidate import Candidate
-from stages.verdict.thresholds import Check, Gate, Status
+from stages.verdict.verdict import Check, Gate, Status
 
 TINY = str(Path(__file__).parents[3] / "stages" / "tiny" / "checkpoint")
 TYPED = [

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import comparison, print_verdict
 from stages.verdict.candidate import Candidate
-from stages.verdict.thresholds import Check, Gate
+from stages.verdict.verdict import Check, Gate
 
 
 def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from pipeline.evidence.identity import IDENTITY_FILE, Role, read_identity, read_
 from pipeline.evidence.reading import find_evidence
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.verdict.thresholds import RULES
+from stages.verdict.verdict import RULES
 
 
 def test_an_untouched_engine_verifies_in_its_store_and_as_a_copy(evidence: Path, copy: Path) -> None:

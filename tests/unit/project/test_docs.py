@@ -25,7 +25,8 @@ from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import whole_pages
-from stages.verdict.thresholds import RULES, Thresholds
+from stages.verdict.thresholds import Thresholds
+from stages.verdict.verdict import RULES
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [

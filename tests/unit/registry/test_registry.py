@@ -16,7 +16,7 @@ from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.thresholds import Status, Verdict
+from stages.verdict.verdict import Status, Verdict
 
 
 @pytest.fixture

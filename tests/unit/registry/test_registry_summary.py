@@ -14,7 +14,7 @@ from pipeline.evidence.retention import last_sweeps
 from pipeline.registry.summary import Summary, begin, finish, last_judged, load, note, note_champion, record, sweeps
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
-from stages.verdict.thresholds import Check, Gate, Verdict
+from stages.verdict.verdict import Check, Gate, Verdict
 
 CITED: dict[str, Any] = {
     name: Cited(path=Path(f"/{name}"), digest=name) for name in ("engine", "baseline", "report", "identity")

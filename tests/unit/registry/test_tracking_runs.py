@@ -20,7 +20,7 @@ from pipeline.registry.tracking import Version, locate
 from stages.core.digest import files_digest, tree_files
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
-from stages.verdict.thresholds import Status
+from stages.verdict.verdict import Status
 
 SECRET = "hunter2hunter2"
 

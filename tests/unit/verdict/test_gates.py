@@ -22,7 +22,7 @@ from helpers.verdicts.reports import CLASSES, GATES, answered, drafted, every_cl
 
 from stages.verdict.bets import OUTLIER
 from stages.verdict.report import MustFailControl, SampleRow
-from stages.verdict.thresholds import Check, Gate, Verdict
+from stages.verdict.verdict import Check, Gate, Verdict
 
 Rows = list[SampleRow]
 
