@@ -16,7 +16,7 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
 from stages.engines.interface import Logits
 from stages.engines.onnx.bundle import NOT_FINITE
-from stages.engines.onnx.graph_engine import PagedEngine
+from stages.engines.paged.engine import PagedEngine
 from stages.engines.staging import allocate_aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load, used_gpu
