@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _freeze_what_stays() -> None:
+def _freeze_shared_objects() -> None:
     """Exempt imported modules and shared engines from garbage collection, which would scan them repeatedly."""
     gc.collect()
     gc.freeze()

@@ -27,7 +27,7 @@ from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 
 REPORTING_FAILED = "a later step failed"
-"""Added to a warning if reporting a move failed: the move itself stands."""
+"""End of the warning about a move that succeeded but could not be reported."""
 
 
 def quantize(run: Run) -> None:
@@ -141,7 +141,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 def rollback(run: Run) -> None:
     """Bring the previous champion back."""
-    # The recorded verdict counts (decides=False), so the gates that the promotion was given need not be repeated.
+    # decides=False: the recorded verdict counts, so that a user need not repeat the gates of the promotion.
     with run.engines(decides=False) as engines, show_progress("replaying the evidence"):
         move = engines.rollback()
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):

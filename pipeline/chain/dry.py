@@ -1,8 +1,8 @@
 """`dry=true`: prints the artifacts that each job would make or reuse, and its foreseeable failures. Nothing is written.
 
-Each job walks its chain over a store that makes nothing (`DryStore`): it finds the artifacts that exist, and returns a stand-in
-for each missing artifact. An artifact's key holds the digests of its inputs, which are unknown until the inputs are made. So a
-stand-in has made-up digests that depend only on its recipe: the second job of a sweep reuses the stand-ins of the first job.
+Each job takes its steps over a store that makes nothing (`DryStore`). The store returns existing artifacts, and a stand-in for
+each missing artifact. An artifact's key contains the digests of its inputs, which a missing input does not have yet. A
+stand-in uses the digest of its recipe instead, so that two jobs of a sweep with equal recipes share one stand-in.
 """
 
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ COLUMNS = list(map(Column, ("artifact", "job", "is")))
 
 
 class StandIn(Artifact):
-    """Placeholder for an artifact that is not in the store. Its key stands for the digests of its files and folders."""
+    """Placeholder for an artifact that is not in the store. Its key replaces the unknown digests of its files and folders."""
 
     exists = False
 
@@ -47,7 +47,7 @@ class StandIn(Artifact):
 
 
 class DryStore(Store):
-    """A store that makes nothing: an artifact that exists and is intact is found, any other has a stand-in."""
+    """A store that makes nothing. It returns an artifact that exists and is intact, otherwise a stand-in."""
 
     makes = False
 
@@ -88,7 +88,7 @@ class Preview:
         return 0
 
     def add(self, job: int, run: Run) -> None:
-        """Take all steps of a job that makes artifacts, and record their artifacts and errors."""
+        """Go through all steps of a job that makes artifacts, and record their artifacts and errors."""
         self.check(job, partial(self._take_steps, job, run))
         self.artifacts += [(job, title, artifact) for title, artifact in run.engine_steps.finished]
 
@@ -125,10 +125,10 @@ class Preview:
 def preview(planned: Plan) -> int:
     """Print the artifacts that the jobs would make or reuse, and their failures.
 
-    Return the exit code of the worst foreseeable failure or refusal by a gate; 0 if nothing of this kind is foreseeable.
+    Return the exit code of the worst foreseeable failure or gate refusal; 0 if neither is foreseeable.
     """
-    foreseen, store = Preview(), DryStore(planned.jobs[0].artifacts)
-    opened = set[Path]()  # a sweep has one work directory
+    foreseen, store = Preview(), DryStore(planned.jobs[0].artifacts)  # the jobs of a sweep share one work directory
+    opened = set[Path]()
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {foreseen.check(job, check) for check in checks(config, opened)}
         if config.stage in PREVIEWS:
@@ -152,7 +152,7 @@ def _print(foreseen: Preview, *, sweeping: bool) -> None:
         printed.add(artifact.key)
     if rows:
         console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
-        counts = Counter(word for *_, word in rows)
+        counts = Counter(state for *_, state in rows)
         console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
     for label, verdict in foreseen.verdicts.items():
         console.say(f"{label} is judged already: {verdict.status}")

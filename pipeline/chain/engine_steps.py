@@ -50,7 +50,7 @@ class EngineSteps(Artifacts):
     finished: list[tuple[str, Artifact]] = field(default_factory=list)
     """Titles and artifacts, made or reused, in order of completion."""
     _watched: dict[Path, tuple[int, ...]] = field(default_factory=dict)
-    """A file of the user whose digest is in an artifact's key -> its state before it was read."""
+    """File of the user whose digest is part of an artifact's key -> state of the file before it was read."""
 
     def digest_of(self, path: Path) -> str:
         self.watch(path)

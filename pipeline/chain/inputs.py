@@ -82,7 +82,7 @@ def _check_tracking(config: Config) -> None:
 
 
 def _check_registered(config: Config) -> None:
-    """Refuse to work on registered engines if nothing was registered. Opening the store would create an empty store instead."""
+    """Refuse a stage that needs registered engines if there is no store. Opening the store would create an empty one."""
     store = locate(config.tracking, config.work, config.model.label).file
     if store is not None and not store.exists():
         raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
@@ -91,7 +91,7 @@ def _check_registered(config: Config) -> None:
 def _check_model(config: Config, opened: set[Path]) -> None:
     """Refuse a model that is unusable, or that does not fit the policy, the load, the samples or the backend."""
     checkpoint, facts, limit = inspect_model(locate_checkpoint(config.model.path)), config.facts, config.backend.context_limit
-    is_folder = checkpoint.path.is_dir()  # otherwise a GGUF, whose weights and tokenizer the first stage makes
+    is_folder = checkpoint.path.is_dir()  # otherwise a GGUF, which the first step converts to a checkpoint
     if config.work == checkpoint.path.resolve():
         raise UserError(f"workdir={config.workdir}: is the checkpoint's directory; give another")
     config.kv.check_shape(checkpoint.shape)
@@ -159,7 +159,7 @@ def _context_limit(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str
 
 
 def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse a load or lengths that exceed the model, the engine, the memory or the texts, or too few documents for a PASS."""
+    """Refuse a load or length that the model, engine, memory or texts do not allow, and too few documents for a PASS."""
     workloads, load = config.workloads, config.workloads.load
     together = -(-workloads.batch_size // LONG_QUESTIONS) + 1  # documents whose questions are decoded or wait at the same time
     key = f"workloads.load.context_tokens={load.context_tokens}"

@@ -51,19 +51,19 @@ def show_capacity(run: Run) -> None:
     with show_progress("asking the backend which policies it serves"):
         unserved = _find_unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     served = [entry for entry in capacity.policies if entry.name not in unserved] or capacity.policies
-    shown = capacity.model_copy(update={"policies": served})
+    served_capacity = capacity.model_copy(update={"policies": served})
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
-    console.show("capacity", tables.capacity_table(shown))
+    console.show("capacity", tables.capacity_table(served_capacity))
     if unserved:
-        own = [entry.name for entry in capacity.policies if entry.policy == config.kv and entry.name in unserved]
-        among = f", {own[0]} among them" if own else ""
+        unserved_choice = [entry.name for entry in capacity.policies if entry.policy == config.kv and entry.name in unserved]
+        among = f", {unserved_choice[0]} among them" if unserved_choice else ""
         console.say(f"left out: {len(unserved)} that backend={config.backend.name} does not serve{among}")
     for name, reason in capacity.unfit.items():
         console.say(f"{name} does not fit: {reason}")
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
-    _require_room(shown)
+    _require_room(served_capacity)
 
 
 def recommend_policy(run: Run) -> None:

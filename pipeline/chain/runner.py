@@ -1,4 +1,4 @@
-"""Runs a command: its jobs, then the promotion or the next step that their verdicts call for. Start reading here.
+"""Runs the jobs of a command, then promotes a candidate or suggests the next step. Start reading here.
 
 `pipeline.chain.actions` has the functions of the stages. The stages up to evaluate make the artifacts that they need, or reuse
 artifacts in the store. Promote, rollback and verify use the results of earlier commands.
@@ -67,7 +67,7 @@ def run(planned: Plan, sweep: str) -> int:
                 code, step = _sweep(planned, jobs)
             else:
                 jobs.run(0, config)
-        except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
+        except (KeyboardInterrupt, SystemExit) as error:  # Ray turns SIGTERM into SystemExit
             with warn_on_error("the interruption is not recorded"):
                 _conclude(planned, jobs, INTERRUPTED)
             raise KeyboardInterrupt from error
@@ -97,7 +97,7 @@ class JobEnd:
 def _sweep(planned: Plan, jobs: "JobRunner") -> tuple[int, NextStep | None]:
     """Run the jobs of a sweep, in this process or with a launcher.
 
-    Return the worst exit code, and the next step after the first error that calls for one.
+    Return the worst exit code, and the first next step that an error suggests; None if no error suggests one.
     """
     if planned.launcher == BASIC:
         ended = [jobs.attempt(number, config) for number, config in enumerate(planned.jobs)]
@@ -159,8 +159,8 @@ class JobRunner:
             with unprunable(config), required_libraries():
                 run = Run(config, self.sweep, label, self.arguments)
                 if config.facts.judges:
-                    _ = run.registry  # first: without a connection nothing begins
-                self.begin(config)  # not before the launch: a launcher that refuses its keys must leave no sweep
+                    _ = run.registry  # opens the registry first: without a connection, no sweep is recorded
+                self.begin(config)  # here, not before the launch: if the launcher refuses a key, no sweep is recorded
                 actions.ACTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)
@@ -189,7 +189,7 @@ def _promote_passing(run: Run) -> None:
     """Promote the only candidate of a command if it passed."""
     last = summary.load(run.config.work, run.sweep)
     if last.candidates[0].verdict == "PASS":
-        with console.silent():  # a killed promotion leaves the page of its candidate
+        with console.silent():  # if the promotion is killed, this page remains
             show_page(run.config, last.candidates, last)
         actions.promote_from(run, last)
 

@@ -40,8 +40,8 @@ def evidence_lines(
     are the user's arguments, which the command repeats. A policy that the user chose with `kv=` is suggested alone, unless it
     already has evidence or admits too few requests.
     """
-    given = [part for part in arguments if _group(part) == "kv"]
-    own = next((entry.name for entry in capacity.policies if given and entry.policy == config.kv), None)
+    kv_arguments = [part for part in arguments if _group(part) == "kv"]
+    own_policy = next((entry.name for entry in capacity.policies if kv_arguments and entry.policy == config.kv), None)
     with_vllm = isinstance(config.backend, VllmConfig)
     slow = not with_vllm and recommendation.chosen is None and _is_slow(config, arguments, model)
     tokens = {entry.name: entry.live_tokens for entry in recommendation.unjudged}
@@ -50,10 +50,10 @@ def evidence_lines(
     ladder = VllmConfig.finer if slow else config.backend.finer
     chosen = [name for name in reversed(ladder) if name in tokens][:MAX_POLICIES]
     policies = ["kv=" + ",".join(chosen)]
-    if own in tokens and (own in ladder or not slow):
-        chosen, policies = [str(own)], given
-    refused = any(entry.name == own and entry.reason == NOT_SERVED for entry in recommendation.passed_over)
-    lines = [f"  not {own!s}: {NOT_SERVED}"] if refused and not slow else []
+    if own_policy in tokens and (own_policy in ladder or not slow):
+        chosen, policies = [str(own_policy)], kv_arguments
+    refused = any(entry.name == own_policy and entry.reason == NOT_SERVED for entry in recommendation.passed_over)
+    lines = [f"  not {own_policy!s}: {NOT_SERVED}"] if refused and not slow else []
     if not chosen:
         return lines
     remaining = [part for part in arguments if _group(part) not in ("stage", "kv", "capacity")]
@@ -102,17 +102,17 @@ def _length_keys(config: Config) -> list[str]:
 
 def _vllm_keys(config: Config, capacity: Capacity, remaining: Sequence[str]) -> list[str]:
     """Return arguments that judge with vLLM at the use's length, batch, GPUs and cache."""
-    use, budget, given = config.capacity, capacity.budget, set(map(key_of, remaining))
+    use, budget, given_keys = config.capacity, capacity.budget, set(map(key_of, remaining))
     longest, cache = max(whole_pages(use.longest), MIN_LONG_TOKENS), capacity.cache_bytes // GIB
-    keys = [] if "experiment" in given else ["experiment=vllm"]
-    if config.workloads.jsonl is not None and "workloads.lengths" not in given:
+    keys = [] if "experiment" in given_keys else ["experiment=vllm"]
+    if config.workloads.jsonl is not None and "workloads.lengths" not in given_keys:
         keys.append("workloads.lengths=[]")
     keys.append(f"backend.max_model_len={longest}")
-    if "backend.max_num_seqs" not in given:
+    if "backend.max_num_seqs" not in given_keys:
         keys.append(f"backend.max_num_seqs={use.concurrency}")
     if use.tensor_parallel > 1:
         keys.append(f"backend.tensor_parallel_size={use.tensor_parallel}")
-    if "backend.kv_cache_gib" not in given and cache > 0 and budget.weights + cache * GIB <= GPU_SHARE * budget.gpu:
+    if "backend.kv_cache_gib" not in given_keys and cache > 0 and budget.weights + cache * GIB <= GPU_SHARE * budget.gpu:
         keys.append(f"backend.kv_cache_gib={cache}")
     return keys
 

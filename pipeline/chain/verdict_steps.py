@@ -55,7 +55,7 @@ class VerdictSteps:
         return self.chain.config
 
     def report(self) -> Artifact:
-        """Return the report on the configured policy's engine, after enough rounds for the gates to decide."""
+        """Measure rounds until the gates can decide. Return the report on the configured policy's engine."""
         policy = self.config.kv
         if self.too_few is not None and self.chain.store.makes:  # a dry run ends with this line
             console.say(console.note(f"{self.too_few} (docs/questions.md#my-questions)"))
@@ -172,7 +172,7 @@ class VerdictSteps:
         """Return the recipe of an artifact that a module of `stages.evaluate` makes. `exclude`: keys of `workloads` to omit."""
         backend = self.chain.backend
         workloads = self.config.workloads.model_dump(exclude=set(exclude))
-        # The digest of the user's files is among the inputs, so their place does not matter.
+        # The inputs contain the digest of the user's files, so the recipe leaves out their paths.
         if self.config.workloads.jsonl is not None:
             workloads["jsonl"] = Path(self.config.workloads.jsonl).name  # the name of samples without an id
         if self.config.workloads.documents is not None:
@@ -232,7 +232,7 @@ class VerdictSteps:
 
     @cached_property
     def too_few(self) -> str | None:
-        """Why no candidate can PASS on so few questions; None if they suffice, or for a quick check, which never passes."""
+        """Reason why the questions are too few for a PASS; None if they suffice, or for a quick check, which never passes."""
         from stages.verdict.gates.evaluation import too_few
 
         return None if self.config.workloads.is_quick_check else too_few(self.samples, self.config.gates)
@@ -253,8 +253,8 @@ class VerdictSteps:
         from stages.evaluate.inputs.tokens import workloads_digest
         from stages.evaluate.joining import join
 
-        ran = [number for number in range(1, self._rounds + 1) if round_input(number) in artifacts]
-        rounds = [(read_round(artifacts[answers_input(n)].path), read_round(artifacts[round_input(n)].path)) for n in ran]
+        numbers = [number for number in range(1, self._rounds + 1) if round_input(number) in artifacts]
+        rounds = [(read_round(artifacts[answers_input(n)].path), read_round(artifacts[round_input(n)].path)) for n in numbers]
         once = MeasuredOnce.read(artifacts["baseline_once"].path), MeasuredOnce.read(artifacts["once"].path)
         digests = {name: artifacts[name].digest for name in ("engine", "baseline")}
         return join(self._encoded, rounds, once, self.config.workloads, samples=workloads_digest(self._encoded), **digests)

@@ -228,9 +228,9 @@ def event(level: int, text: str, **fields: object) -> None:
 
 def step(title: str, path: Path, seconds: float | None) -> None:
     """Report an artifact. `seconds`: how long it took; None if it was reused."""
-    took = "reused" if seconds is None else f"{seconds:.1f} s"
+    duration = "reused" if seconds is None else f"{seconds:.1f} s"
     fields = {"step": title, "artifact": path, "seconds": seconds, "reused": seconds is None}
-    event(logging.INFO, f"{title:<24} {took:>8}  {path}", **fields)
+    event(logging.INFO, f"{title:<24} {duration:>8}  {path}", **fields)
 
 
 def warning(text: str) -> None:

@@ -146,8 +146,8 @@ def champion_call(config: Config, name: str) -> str:
     """Return the Python call that loads the champion of the registered model `name` from the configured store."""
     arguments = {"tracking_uri": config.tracking.uri, "workdir": config.workdir, "trusted": list(config.signing.trusted)}
     defaults = {"tracking_uri": None, "workdir": _defaults()["workdir"], "trusted": []}
-    given = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
-    return f"pipeline.api.champion({', '.join([repr(name), *given])})"
+    changed = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
+    return f"pipeline.api.champion({', '.join([repr(name), *changed])})"
 
 
 def after_promotion(config: Config, engine: Path) -> NextStep:

@@ -157,7 +157,7 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
 
 
 def _refuse_equal_names(planned: Plan) -> None:
-    """Refuse a sweep whose candidates cannot be told apart: the summary would keep only the last one."""
+    """Refuse a sweep with two candidates of the same display name: the summary would keep only the last."""
     first: dict[str, int] = {}
     for number, name in enumerate(planned.names, start=1):
         earlier = first.setdefault(name, number)
@@ -342,7 +342,7 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
                 raise UserError(f"{as_typed(str(o.input_line))}: {error}; list the values to sweep") from None
         else:
             choices[key] = [f"{key}={o.get_value_element_as_str()}"]
-        if len(set(choices[key])) < len(choices[key]):  # candidates are told apart by their names
+        if len(set(choices[key])) < len(choices[key]):  # candidates are distinguished by their names
             raise UserError(f"{as_typed(str(o.input_line))}: lists a value twice; leave one out")
         if not choices[key]:
             problem = "has no values" if o.is_range_sweep() else "there is no such option"
@@ -356,8 +356,8 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
 def _added(override: str) -> str:
     """Return an override with Hydra's prefix `++` if it sets a plain key, so that validation names all unknown keys at once."""
     key = key_of(override)
-    other = override.startswith(("+", "~")) or "@" in key or is_hydras(key)
-    return override if other or _options(key) else f"++{override}"
+    is_special = override.startswith(("+", "~")) or "@" in key or is_hydras(key)
+    return override if is_special or _options(key) else f"++{override}"
 
 
 def _options(key: str, places: Sequence[str] = ()) -> list[str]:

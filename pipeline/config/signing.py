@@ -50,7 +50,7 @@ class SigningConfig(StrictModel):
             _open("key", self.key).sign(file, file.with_name(SIGNATURE_FILE))
 
     def problem(self, identity: Path) -> str | None:
-        """Return why an identity has no signature by a trusted key; None if it has one."""
+        """Return why an identity lacks a valid signature by a trusted key; None if it has a valid signature."""
         signature = identity.with_name(SIGNATURE_FILE)
         if signature.is_symlink() or not signature.is_file() or signature.stat().st_size > MAX_BYTES:
             return f"{SIGNATURE_FILE} is missing, a link, or too large"

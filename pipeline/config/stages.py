@@ -9,7 +9,7 @@ class StageFacts:
     """Properties of a stage."""
 
     makes: Literal["exports", "bundle", "report"] | None = None
-    """Last artifact made from a checkpoint."""
+    """Last artifact that the stage makes; None if it makes no artifacts."""
     plans: bool = False
     """Whether it plans memory for every policy at once."""
     tracked: bool = False
@@ -25,7 +25,7 @@ class StageFacts:
     needs_input: bool = False
     """Whether exactly one of the keys in `reads` must have a value."""
     following: tuple[str, str] | None = None
-    """The stage to suggest after it, and the reason."""
+    """Next stage to suggest, and the reason; None for no suggestion."""
 
     @property
     def builds(self) -> bool:

@@ -181,8 +181,8 @@ def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -
         config = requested_workloads(evidence)
         if config.user_path is not None and not config.user_path.is_file():
             key = config.user_key
-            given = f"workloads={key} workloads.{key}=FILE"
-            detail = f"your file is missing; give promote or rollback {given}, and copy it to {config.user_path} for verify"
+            overrides = f"workloads={key} workloads.{key}=FILE"
+            detail = f"your file is missing; give promote or rollback {overrides}, and copy it to {config.user_path} for verify"
             return Finding(SAMPLES_CHECK, "missing", detail)
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples

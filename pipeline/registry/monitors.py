@@ -92,7 +92,7 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
 
 
 class Reading(NamedTuple):
-    """State of one monitor. The memory monitor is broken under memory pressure, and never unknown: all tokens count."""
+    """State of one monitor. The memory monitor is broken under memory pressure, and never unknown: it counts all tokens."""
 
     kind: Literal["latency", "quality", "memory"]
     name: str

@@ -80,7 +80,7 @@ def live_tokens(candidate: Candidate) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredEngine:
-    """A registered engine with its evidence, which was read from this machine once."""
+    """A registered engine with its evidence. A command reads both only once."""
 
     candidate: Candidate
     """The engine with its verdict: decided again by the command's gates, or as recorded (for a rollback)."""
@@ -159,7 +159,7 @@ class Engines:
             fetch(version)
             engine = self.read(version)
         if fetch is not None and not engine.candidate.engine.path.is_dir():
-            with suppress(GateRefusal):  # without a copy, the replay says what is missing
+            with suppress(GateRefusal):  # without a copy, the replay names the missing parts
                 fetch(version)
                 engine = self.read(version)
         return engine
@@ -171,7 +171,7 @@ class Engines:
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
-        Of `judged`, only the version numbers are used: the candidates are read again from the registry and from their evidence.
+        `judged` only selects versions: the candidates are read again from the registry and from their evidence.
         The present champion stays if no candidate is better, unless `name` is given.
 
         Raises:

@@ -83,7 +83,7 @@ def step_down(
 
     Yields a line for each rejected engine. Raises GateRefusal if no smaller engine is proven.
     """
-    larger = list[RegisteredEngine]()
+    smaller = list[RegisteredEngine]()
     broken = set[str]()
     rolled_back = engines.model.left(workload)
     for version in engines.model.versions.values():
@@ -99,8 +99,8 @@ def step_down(
         if version.number in rolled_back:
             broken.add(engine.candidate.report.digest)
         if step(now, engine).gained > 0:
-            larger.append(engine)
-    for engine in sorted(larger, key=lambda engine: (step(now, engine), -int(engine.candidate.version))):
+            smaller.append(engine)
+    for engine in sorted(smaller, key=lambda engine: (step(now, engine), -int(engine.candidate.version))):
         try:
             if engine.candidate.report.digest in broken:
                 raise GateRefusal("was rolled back")

@@ -64,7 +64,8 @@ def store_errors(location: Location) -> Iterator[None]:
         with announced(message, QUIET_S, limit):
             yield
     except Exception as error:
-        of_machine = isinstance(error, MACHINE_ERRORS) and type(error).__module__ == "builtins"  # requests derives from OSError
+        # The check of the module excludes the exceptions of requests, which derive from OSError.
+        of_machine = isinstance(error, MACHINE_ERRORS) and type(error).__module__ == "builtins"
         if of_machine or isinstance(error, Refusal) or getattr(error, "error_code", None) in HANDLED:
             raise
         raise _problem(location, error) from error

@@ -171,7 +171,7 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 
     def change(old: Summary) -> Summary:
         candidates = {(item.model, item.name): item for item in (*old.candidates, candidate)}
-        # Concurrent jobs end in any order.
+        # Restore the order of the command line, because concurrent jobs end in any order.
         places = {name: place for place, name in reversed(list(enumerate(old.names)))}
         ordered = sorted(candidates.values(), key=lambda item: places.get(item.name, len(places)))
         return old.model_copy(update={"candidates": tuple(ordered)})

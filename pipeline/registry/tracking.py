@@ -47,7 +47,7 @@ class Location:
 
     @property
     def exists(self) -> bool:
-        """Whether a store may exist: false if its SQLite file is missing or empty. Opening reports a directory as an error."""
+        """Whether a store may exist: false if its SQLite file is missing or empty. A directory counts; opening it fails."""
         return self.file is None or self.file.is_dir() or (self.file.is_file() and self.file.stat().st_size > 0)
 
     @property

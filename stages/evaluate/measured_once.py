@@ -157,8 +157,8 @@ def _stress_test(
 def other_batch_size(batch: int, samples: int) -> int:
     """Return a batch size that differs from the first run's.
 
-    It is 2 if the first run's batch size was 1. Otherwise it is a quarter of the sequences that the first run decoded together,
-    but at least 2, or 1 if there were fewer than three.
+    If the first run's batch size was 1, return 2. Otherwise return a quarter of the sequences that the first run decoded
+    together, but at least 2. If it decoded fewer than three sequences together, return 1.
     """
     if batch == 1:
         return 2

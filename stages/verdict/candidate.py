@@ -99,7 +99,7 @@ class Candidate(StrictModel):
 
     @property
     def caveat(self) -> str | None:
-        """What a PASS leaves open: a large share of ruined requests, if the questions are about few documents."""
+        """Caveat of a PASS on few documents: the share of ruined requests that they cannot exclude; None if it is small."""
         line = next((check for check in self.checks if check.gate == Gate.RUINED), None)
         if self.verdict != "PASS" or line is None or line.bound is None or line.bound <= MAX_OPEN_SHARE:
             return None

@@ -28,7 +28,7 @@ STORED_ALLOWED = 4.0
 
 SCALE_STEP = 2.0**-10
 """Maximum change of a stored vector, relative to its length, if its float16 scale changes in the last place.
-This much is always allowed, because a scale may round either way."""
+An error of this size is always allowed, because a scale may round either way."""
 
 E4M3_SCALE_STEP = 2.0**-3
 """SCALE_STEP for E4M3 scales, which differ from their neighbours by up to an eighth. If a block's scale lies halfway between

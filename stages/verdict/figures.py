@@ -62,8 +62,8 @@ class Figure:
     to_shown: Callable[[float], float] = float
     """Converts a mean to the unit of the threshold, for messages."""
     must_pass: bool = True
-    """False for a figure that can only fail, because showing a PASS takes more documents than an evaluation has. The figure has
-    no line unless it fails."""
+    """Whether a PASS of the verdict needs a PASS of this figure. False for a figure that can only fail, because its PASS would
+    need more documents than an evaluation has. Such a figure has a line only if it fails."""
     sound_requests: int = 0
     """Number of requests, if the figure is a share of faulty requests and no request is faulty; else 0. MIN_SOUND_REQUESTS
     sound requests are enough for a PASS."""

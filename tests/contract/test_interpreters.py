@@ -90,14 +90,14 @@ def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine[Any
     rows = engine.forced(TOKENS, FIRST)
     assert rows.shape == (len(TOKENS) - FIRST, VOCABULARY)
     assert np.isfinite(rows).all(), "the rows are read before the worker sets forced logits to -inf"
-    other = [*TOKENS[:FIRST], *TOKENS[:FIRST:-1]]
-    together = engine.forced_together([(TOKENS, FIRST), (other, FIRST), (TOKENS[2:], 3)])
+    reversed_tokens = [*TOKENS[:FIRST], *TOKENS[:FIRST:-1]]
+    together = engine.forced_together([(TOKENS, FIRST), (reversed_tokens, FIRST), (TOKENS[2:], 3)])
     np.testing.assert_array_equal(together[0], rows)
-    handles, first = engine.prefill([TOKENS[:FIRST], other[:FIRST]])
+    handles, first = engine.prefill([TOKENS[:FIRST], reversed_tokens[:FIRST]])
     assert first.shape == (2, VOCABULARY)
-    for step, fed in enumerate(zip(TOKENS[FIRST:], other[FIRST:], strict=False)):
+    for step, fed in enumerate(zip(TOKENS[FIRST:], reversed_tokens[FIRST:], strict=False)):
         np.testing.assert_array_equal(engine.decode(handles, fed), [together[0][step], together[1][step]])
-    assert engine.memory().live_tokens == len(TOKENS) + len(other) - 1
+    assert engine.memory().live_tokens == len(TOKENS) + len(reversed_tokens) - 1
     engine.release(handles)
     assert engine.memory().pool_bytes == 0
     (generated,) = engine.generate([TOKENS], 5, ())

@@ -12,13 +12,13 @@ from faults.hooks import Plant, add, given, method, write, zero
 def ring(edit: Any) -> Plant:
     """Write exact tokens into other slots than decoding reads: `edit(slots, sinks, recent)`."""
 
-    def faulty(places: Any, engine: Any, *given: Any) -> Any:
+    def faulty(places: Any, engine: Any, *arguments: Any) -> Any:
         pool = engine.pool
-        found = places(*given)
+        placed = places(*arguments)
         sizes = pool.policy.sink_tokens, pool.policy.recent_tokens
-        if pool.buffers in found:
-            found[pool.buffers] = [(tokens, buffers, edit(slots, *sizes)) for tokens, buffers, slots in found[pool.buffers]]
-        return found
+        if pool.buffers in placed:
+            placed[pool.buffers] = [(tokens, buffers, edit(slots, *sizes)) for tokens, buffers, slots in placed[pool.buffers]]
+        return placed
 
     return method("pool.places", faulty)
 

@@ -50,7 +50,8 @@ def generating(edit: Callable[..., Any]) -> Plant:
 def wrapped(answers: list[list[int]], *_: Any) -> list[list[int]]:
     """Let tokens beyond a buffer of 103 overwrite an answer's beginning."""
     return [
-        [one[place + (len(one) - 1 - place) // 103 * 103] for place in range(min(103, len(one)))] + one[103:] for one in answers
+        [answer[place + (len(answer) - 1 - place) // 103 * 103] for place in range(min(103, len(answer)))] + answer[103:]
+        for answer in answers
     ]
 
 

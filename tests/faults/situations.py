@@ -201,7 +201,7 @@ def inherit_page(release: Any, engine: Any, handle: int) -> None:
     """When the origin of four forks ends, overwrite the first fork's copy of the page at which they part."""
     pool = engine.pool
     row = pool.sequences[handle]
-    heirs = [one for one in pool.sequences.values() if getattr(one, "origin", None) is row]
+    heirs = [sequence for sequence in pool.sequences.values() if getattr(sequence, "origin", None) is row]
     for heir in heirs[:1] if len(heirs) >= 4 else ():
         number = heir.forked_at // PAGE_TOKENS
         if heir.forked_at % PAGE_TOKENS and number < min(len(row.pages), len(heir.pages)):
@@ -251,8 +251,8 @@ def stop_in_blocks(size: int) -> Callable[..., Any]:
 
     def faulty(generate: Any, _: Any, prompts: Any, limits: Any, stops: Any, **options: Any) -> list[list[int]]:
         answers: list[list[int]] = generate(prompts, limits, (), **options)
-        ends = [next((place for place, token in enumerate(one) if token in stops), len(one)) for one in answers]
-        return [one[: -(-end // size) * size] for one, end in zip(answers, ends, strict=True)]
+        ends = [next((place for place, token in enumerate(answer) if token in stops), len(answer)) for answer in answers]
+        return [answer[: -(-end // size) * size] for answer, end in zip(answers, ends, strict=True)]
 
     return faulty
 

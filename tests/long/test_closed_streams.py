@@ -60,8 +60,8 @@ def test_the_notebook_runs_and_shows_its_stored_outputs(tmp_path: Path, monkeypa
     NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"stream", "execute_result", "display_data"}
-    shown = [output.data["text/plain"] for output in outputs if "data" in output]
-    assert [verdict in text for verdict, text in zip(("INCONCLUSIVE", "FAIL", "int8"), shown, strict=True)] == [True] * 3
+    results = [output.data["text/plain"] for output in outputs if "data" in output]
+    assert [verdict in text for verdict, text in zip(("INCONCLUSIVE", "FAIL", "int8"), results, strict=True)] == [True] * 3
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "04 Bergen 14 Tartu" in printed
     assert "became" in printed

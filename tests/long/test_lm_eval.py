@@ -45,13 +45,13 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
     """Bundles of the tiny model: exact cache, INT4 cache, and INT4 cache for backend=torch."""
     work = tmp_path_factory.mktemp("lm_eval")
     decoder = make_decoder(tiny_checkpoint, work / "decoder")
-    made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
+    built = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
     reference = work / "reference"
     reference.mkdir()
     build_bundle(
-        tiny_checkpoint, reference, policy=SHIPPED["int4_g64"], scales=made["int4"] / "kv_scales.json", progress=no_progress
+        tiny_checkpoint, reference, policy=SHIPPED["int4_g64"], scales=built["int4"] / "kv_scales.json", progress=no_progress
     )
-    return {**made, "reference": reference}
+    return {**built, "reference": reference}
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,9 @@ def test_a_long_context_loses_its_oldest_tokens(bundles: dict[str, Path], logits
     context, continuation = tokens_of(model, PAIRS[1][0] * 4, PAIRS[1][1])
     assert len(context) > 24 > len(continuation)
     ((total, _),) = score(model, [(PAIRS[1][0] * 4, PAIRS[1][1])])
-    kept = context[len(continuation) - 1 - 24 :]
-    assert len(kept) + len(continuation) - 1 == 24
-    assert total == pytest.approx(expected(logits_after, kept, continuation)[0], abs=ROUNDING)
+    latest = context[len(continuation) - 1 - 24 :]
+    assert len(latest) + len(continuation) - 1 == 24
+    assert total == pytest.approx(expected(logits_after, latest, continuation)[0], abs=ROUNDING)
     with pytest.raises(UserError, match="max_length=2: a continuation is longer"):
         score(open_lm(bundles["fp16"], max_length=2), [PAIRS[1]])
 

@@ -239,8 +239,8 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        # Pages that this append evicts count, because the new tokens still read them. Pages that would hold only new
-        # tokens which are evicted at once do not count.
+        # Count the pages that this append evicts, because the new tokens still read them. Do not count pages that would hold
+        # only new tokens and are evicted at once.
         begin, end = map(page_count, (sequence.length, sequence.length + tokens))
         lost = self.policy.evicted_pages(sequence.length + tokens, self.shape)
         return end - sequence.evicted_pages - max(0, lost.stop - max(begin, lost.start))

@@ -50,7 +50,9 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
 
 
 def _count_fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
-    """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next one can reuse them.
+    """Return how many waiting requests to prefill now.
+
+    If prefixes are kept, return at most one, so that the next request can reuse the prefixes of the first.
 
     Pages of kept prefixes count as free, because prefixes are evicted when a prefill needs their pages.
     """

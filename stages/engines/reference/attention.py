@@ -340,8 +340,8 @@ def attend(
             columns_of_piece = by_row[..., piece.low : piece.high]
             products = options.cap(torch.matmul(flat, k)).view(columns_of_piece.shape)
             columns_of_piece.copy_(torch.where(piece.mask_RT, products, columns_of_piece))
-    # Softmax, normalized at the end. The floor is negligible beside 1, but without it denormal weights would make the
-    # products below thirty times slower on a CPU.
+    # Softmax, normalized at the end. Weights at the floor are negligible compared with 1. Without the floor, denormal weights
+    # would make the products below thirty times slower on a CPU.
     highest = scores.amax(-1, keepdim=True)
     if options.sinks is not None:
         sinks = options.sinks.repeat_interleave(rows, dim=1)[..., None].to(q.dtype)

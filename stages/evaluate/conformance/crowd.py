@@ -196,7 +196,7 @@ def _serve(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int, *,
         else:
             if arrived:
                 test.prefill(*arrived)
-                for sequence in arrived:  # between other rows, as on engines that refill the places of requests that left
+                for sequence in arrived:  # between other rows, as in engines that reuse the row of a finished request
                     live.insert(int(places.integers(len(live) + 1)), sequence)
             test.decode(*live)
             leaving = [sequence for sequence in live if not sequence.ahead]

@@ -72,9 +72,13 @@ class Deviations:
     def compare(self, sequences: Sequence[ForcedSequence], done: Callable[[int], None] = lambda _: None) -> None:
         """Compare sequences, then drop their logits and codes. Equal sequences with equal codes share a replay.
 
-        Measuring a rounding doubles the cost of a replay. The rounding is measured only for some of the first sequences of a
-        run, for sequences that exceed the limits of the known roundings, and for all if medians judge the logits or a sequence
-        is suspect. All others would also be within the limits of their own rounding.
+        Measuring a rounding doubles the cost of a replay. The rounding is therefore measured only
+
+        - for every ONE_IN-th sequence of the first call,
+        - for sequences that exceed the limits of the roundings that are known,
+        - for all sequences if medians judge the logits, or once a sequence is suspect.
+
+        All others would also be within the limits of their own rounding.
 
         Args:
             done: Called with the number of tokens of each compared sequence.

@@ -46,7 +46,7 @@ class ReferenceEngine:
             return self.measured_rounding
         if self.assumed_rounding is not None:
             return self.assumed_rounding
-        # One step of a rounded query's code changes the result of its token less than a float16 rounding does.
+        # If a rounded query gets the neighbouring code, its token's result changes by less than a float16 rounding.
         return ROUNDING["float16" if self.engine.rounds_queries else "float32"]
 
     def with_limits_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":

@@ -57,8 +57,9 @@ def _scaled_one(storage: Storage) -> Storage:
 def find_explanation(comparer: SequenceComparer, sequence: ForcedSequence) -> Explanation | None:
     """Return the known mistake that explains a deviating engine; None if none does.
 
-    A mistake explains the engine if the engine conforms to its faulty reference, or is CLOSER times nearer to this one than to
-    the reference engine. If the engine's codes have the policy's formats, faulty references with other formats are excluded.
+    A mistake explains the engine if the engine conforms to the faulty reference with this mistake, or is CLOSER times nearer to
+    the faulty reference than to the reference engine. If the engine's codes have the policy's formats, faulty references with
+    other formats are excluded.
     """
     reference = comparer.reference.engine
     quantized = any(sequence.layers) and not comparer.problem(sequence)

@@ -124,7 +124,7 @@ class StressTest:
     def quote(self, count: int) -> list[int]:
         """Draw consecutive tokens of a question, or random tokens if no question is as long.
 
-        Answers to random tokens soon repeat one token, whatever the cache holds.
+        A prompt of random tokens tests little: its answer soon repeats one token, even if the cache is wrong.
         """
         texts = [text for text in self.texts if len(text) >= count]
         if not texts:

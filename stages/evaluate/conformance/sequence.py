@@ -50,7 +50,7 @@ class ForcedSequence:
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
-        """Key of the sensitivity to rounding, which depends on the tokens and on how they were fed."""
+        """Key of the measured rounding, which depends only on the tokens and on how they were fed."""
         return tuple(self.tokens), tuple(self.pieces)
 
     def digest(self, end: int | None = None) -> bytes:
@@ -106,12 +106,12 @@ class ForcedSequence:
         ]
 
 
-def count_equal_first(one: Sequence[int], other: Sequence[int]) -> int:
+def count_equal_first(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of equal first tokens."""
-    equal, most = 0, min(len(one), len(other))
+    equal, most = 0, min(len(first), len(second))
     while equal < most:  # halves the range: comparing slices is faster than comparing tokens
         middle = (equal + most + 1) // 2
-        if one[equal:middle] == other[equal:middle]:
+        if first[equal:middle] == second[equal:middle]:
             equal = middle
         else:
             most = middle - 1

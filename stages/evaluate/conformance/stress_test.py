@@ -107,13 +107,13 @@ def _run_scenarios(test: StressTest) -> None:
             test.wake()
     if test.resting:
         test.scenario = "rest"
-        gone, late = (test.sequence(name, most) for name in ("a sequence that ends", "an idle sequence after free pages"))
+        ending, idle = (test.sequence(name, most) for name in ("a sequence that ends", "an idle sequence after free pages"))
         try:
-            test.prefill(gone, late)
-            test.release(gone)
+            test.prefill(ending, idle)
+            test.release(ending)
             time.sleep(IDLE_SECONDS * test.config.requests)
             test.decode(test.resting[-1])  # in `wake`, a turn may come first
-            test.decode(late)
+            test.decode(idle)
             test.wake()
             test.decode(*test.resting, steps=3)
         except UserError as error:

@@ -109,7 +109,7 @@ def decode(
 ) -> Iterator[DecodeStep | SampleResult]:
     """Yield the logits that predict each reference token, and each sample once it has finished.
 
-    The engine holds none of the sequences afterwards.
+    All sequences are released at the end.
 
     Args:
         stopping: End conditions of the answers to judged samples; None if no answers are wanted.

@@ -96,7 +96,7 @@ def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequenc
     The KL is measured from the first answers, `uncrowded`. The result is 0 if a logit is not finite.
     """
     assert isinstance(engine, SupportsFullPool)
-    if engine.reads_itself:  # it recomputes a preempted request as one longer prompt
+    if engine.reads_itself:  # such an engine recomputes a preempted request as one prompt
         requests = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in requests]
     groups = -(-len(requests) // GROUP)
     rounds = engine.serve_rounds([requests[i::groups] for i in range(groups)], ROWS)

@@ -32,8 +32,8 @@ def _mean(values: Array) -> float | None:
 def probability(nll: Array, item: EncodedSample) -> float:
     """Return the probability of the right answer, given the negative log-likelihoods of the reference tokens.
 
-    It is the product of the tokens' probabilities. For a sample with scored `results`, it is the mean of the probabilities of
-    the results.
+    It is the product of the tokens' probabilities. If the sample has scored `results`, it is the mean of this product over the
+    results.
     """
     parts = item.results or ((0, len(nll)),)
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))

@@ -63,8 +63,7 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
 
 
 def _processor_seconds() -> tuple[float, float]:
-    """Return the processor seconds that other programs and the hypervisor used since the machine started, and the seconds of
-    all processors."""
+    """Return processor seconds since the machine started: used by other programs and the hypervisor, and in total."""
     times = psutil.cpu_times()[:8]  # user, nice, system, idle, iowait, irq, softirq, steal; the rest is counted in `user`
     return sum(times) - sum(times[3:5]) - time.process_time(), sum(times)
 

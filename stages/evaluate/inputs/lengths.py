@@ -12,8 +12,8 @@ from stages.workloads.long import document_slot, make_questions
 from stages.workloads.user_files import document_words
 
 SLACK = 32
-"""Maximum unused tokens of a document's length with its longest question: less than a page, because a promotion compares the
-judged length with the engine's limit in whole pages."""
+"""Maximum tokens by which a document with its longest question may fall short of its length. It is less than a page, because a
+promotion compares the judged length with the engine's limit in whole pages."""
 TOKENS_PER_WORD = 1.5
 """First estimate for prose, until the texts are measured."""
 

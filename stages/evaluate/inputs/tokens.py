@@ -177,8 +177,8 @@ def _most_tokens_of(sample: Sample) -> int:
 
 def distinct_tokens(samples: Sequence[EncodedSample]) -> int:
     """Return the tokens that an engine computes for samples: the shared tokens of a document's questions count once."""
-    own = sum(len(item.prompt) - item.shared + len(item.reference) for item in samples)
-    return own + sum(len(tokens) for _, tokens in {item.prefix for item in samples})
+    unshared = sum(len(item.prompt) - item.shared + len(item.reference) for item in samples)
+    return unshared + sum(len(tokens) for _, tokens in {item.prefix for item in samples})
 
 
 def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:

@@ -1,4 +1,4 @@
-"""An engine without a model, with faults to switch on: it knows the answers and reads them from a "cache" of keys.
+"""An engine without a model. It knows the answers to its prompts, and its options switch faults on.
 
 Its logits depend on whether the whole history follows the answer, so that one wrong token changes the answer's later logits.
 """

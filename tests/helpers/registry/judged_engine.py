@@ -104,8 +104,8 @@ def judged_engine(
         SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
     }
     compared = {"engine": engine.digest, "answers": answers.digest, **digests}
-    ran = make("round", f"round {kv} 1/1", compared, {"statistics.safetensors": "rows"})
-    inputs = {**compared, "baseline": baseline.digest, "round_1": ran.digest}
+    round_artifact = make("round", f"round {kv} 1/1", compared, {"statistics.safetensors": "rows"})
+    inputs = {**compared, "baseline": baseline.digest, "round_1": round_artifact.digest}
     evaluation = make("evaluate", f"evaluate {kv}", inputs, evidence, workloads=config.workloads.model_dump())
     policy_config = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)

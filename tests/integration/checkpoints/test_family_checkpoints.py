@@ -60,8 +60,8 @@ def test_transformers_4_reads_the_same_model(saved: Path, tmp_path: Path) -> Non
     config = read_config(saved)
     old = rope_at_top_level(config)
     assert "rope_parameters" not in old
-    described_config, other = inspect_config(tmp_path, config), inspect_config(tmp_path, old)
-    assert described_config == other
+    described_config, described_old = inspect_config(tmp_path, config), inspect_config(tmp_path, old)
+    assert described_config == described_old
     (tmp_path / "config.json").write_text(json.dumps(old))
     reloaded, first = AutoConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(saved)
     for kind in ("full_attention", "sliding_attention"):
@@ -139,8 +139,8 @@ def test_a_tied_models_output_matrix_must_equal_the_embedding(tmp_path: Path) ->
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     check_weights(info, expected_tensors)
     head[-1, -1] += 1e-6
-    for other in (head, head[:-1]):
-        save_file(tensors | {"lm_head.weight": other.clone()}, tmp_path / "model.safetensors")
+    for matrix in (head, head[:-1]):
+        save_file(tensors | {"lm_head.weight": matrix.clone()}, tmp_path / "model.safetensors")
         with pytest.raises(UserError, match=r"model.path=.*lm_head.weight.*tie_word_embeddings=false"):
             check_weights(info, expected_tensors)
 

@@ -288,11 +288,11 @@ def test_a_checkpoint_drafts_for_a_gguf_with_the_same_tokens(metadata: dict[str,
     types = [*metadata.get("tokenizer__ggml__token_type", TYPES)[:-1], UNUSED]
     draft = convert_model(tmp_path, family, **metadata | {"tokenizer__ggml__token_type": types})
     check_draft(str(draft), tmp_path / "model.gguf")
-    other = write_gguf(tmp_path / "other.gguf", "Llama", random_model("Llama"), "F32", **({} if metadata else SENTENCEPIECE))
+    foreign = write_gguf(tmp_path / "other.gguf", "Llama", random_model("Llama"), "F32", **({} if metadata else SENTENCEPIECE))
     with pytest.raises(UserError, match=r"its tokenizer differs from model\.path's"):
-        check_draft(str(draft), other)
+        check_draft(str(draft), foreign)
     with pytest.raises(UserError, match="is a file; give the directory of a Hugging Face checkpoint"):
-        check_draft(str(other), draft)
+        check_draft(str(foreign), draft)
 
 
 def test_a_hostile_chat_template_cannot_reach_python(tmp_path: Path) -> None:

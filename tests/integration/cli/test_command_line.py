@@ -102,9 +102,9 @@ def test_without_evidence_nothing_is_recommended_or_written(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed command for the evidence repeats this command's options, except its policy."""
-    own = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
+    arguments = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
     with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):
-        recommend_policy(Run(config_of(*overrides, *own), arguments=own))
+        recommend_policy(Run(config_of(*overrides, *arguments), arguments=arguments))
     output = capsys.readouterr().out
     assert "a CPU takes hours for this use: judge it with vLLM on a GPU" in output
     assert "gates.max_mean_kl=0.02 experiment=vllm backend.max_model_len=32768 backend.max_num_seqs=8 " in output

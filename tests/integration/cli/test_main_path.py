@@ -54,8 +54,8 @@ def test_a_sweeps_report_is_also_in_its_mlflow_runs(swept: Swept) -> None:
 
 def test_no_secret_of_the_environment_is_written_or_printed(swept: Swept) -> None:
     work, result = swept
-    held = [path for path in work.parent.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
-    assert held == []
+    leaking = [path for path in work.parent.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert leaking == []
     assert "hunter2" not in result.stdout + result.stderr
 
 
@@ -80,14 +80,14 @@ def sharing(swept: Swept, tmp_path: Path) -> Path:
 def test_a_second_sweep_reuses_artifacts_and_promotes(swept: Swept, sharing: Path) -> None:
     """Run the command that the sweep prints at its end, as a user would paste it."""
     work, result = sweep(sharing)
-    made = [line for line in result.stderr.splitlines() if "/artifacts/" in line and "reused" not in line]
-    assert made == []
+    new_artifacts = [line for line in result.stderr.splitlines() if "/artifacts/" in line and "reused" not in line]
+    assert new_artifacts == []
     first, second = ({c["identity"]["digest"] for c in summary(path)["candidates"]} for path in (swept[0], work))
     assert first == second
 
     (printed,) = [line for line in result.stdout.splitlines() if "stage=promote" in line]
     program, *arguments = shlex.split(printed)
-    assert Path(program).name == "python", "or its path, where a shell finds another one"
+    assert Path(program).name == "python", "its path is printed only if a shell would find another python"
     assert arguments[:2] == ["-m", "pipeline"]
     result = command(arguments[2:], work.parent)
     assert result.returncode == 0, result.stderr

@@ -122,19 +122,19 @@ def contents(folder: Path) -> dict[str, tuple[int, str]]:
 
 def broken(artifacts: Path) -> list[str]:
     """Return the artifacts with missing or altered files."""
-    found = []
+    altered = []
     for manifest in artifacts.glob(f"[!.]*/[!.]*/{MANIFEST}"):
         if tree_files(manifest.parent) != json.loads(manifest.read_text())["files"]:
-            found.append(str(manifest.parent))
-    return found
+            altered.append(str(manifest.parent))
+    return altered
 
 
 def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(ground.work)
     ground.command("stage=status")
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert contents(ground.work) == before, "it writes nothing"
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     assert lines[0].startswith("registry: kvgate-some-llm at MLflow's store sqlite:///")
     serves = [line.split()[:4] for line in lines if line.startswith(("champion ", "previous ", "candidate 4"))]
     assert serves == [
@@ -142,7 +142,7 @@ def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys:
         ["previous", "2", "int8", "PASS"],
         ["candidate", "4", "fp8k_int4v", "PASS"],
     ]
-    assert re.search(r"champion: promoted \S+ \S+ UTC by \S+@\S+, over version 2 \(int8\)", shown)
+    assert re.search(r"champion: promoted \S+ \S+ UTC by \S+@\S+, over version 2 \(int8\)", output)
     assert [line.split()[1] for line in lines if line.startswith("sweep ")] == [LAST, *list(SWEEPS)[:0:-1]]
     assert "and 1 earlier sweeps" in lines
     assert {"build 5", "identity 4"} <= {" ".join(line.split()[:2]) for line in lines}
@@ -179,24 +179,24 @@ def test_a_serving_engine_stays_even_with_a_lost_or_old_identity(
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(r"stays: \d for champion of kvgate-some-llm", output)
     assert identity.exists() or "nothing" not in lost
-    assert "int8_tensor" in output, "what nobody needs goes"
+    assert "int8_tensor" in output, "artifacts that nothing needs are removed"
 
 
 def test_a_killed_prune_leaves_whole_artifacts(ground: Ground, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
-    whole = ground.plan("prune.keep_sweeps=1").removable
-    needed = {one.place for one in walk(ground.artifacts)} - {one.place for one in whole}
+    removable = ground.plan("prune.keep_sweeps=1").removable
+    needed = {piece.place for piece in walk(ground.artifacts)} - {piece.place for piece in removable}
 
-    def gone(artifacts: Path) -> list[Piece]:
-        left = {piece.place: piece for piece in walk(artifacts)}
-        return [left[piece.place] for piece in whole if piece.place in left]
+    def still_removable(artifacts: Path) -> list[Piece]:
+        present = {piece.place: piece for piece in walk(artifacts)}
+        return [present[piece.place] for piece in removable if piece.place in present]
 
-    operations = attempt(partial(remove, copied, gone(copied)), copied).operations
-    assert operations > len(whole)
+    operations = attempt(partial(remove, copied, still_removable(copied)), copied).operations
+    assert operations > len(removable)
     for at in range(2, operations, operations // 4):
         shutil.rmtree(copied)
         shutil.copytree(ground.artifacts, copied)
-        assert attempt(partial(remove, copied, gone(copied)), copied, at).code == -signal.SIGKILL
+        assert attempt(partial(remove, copied, still_removable(copied)), copied, at).code == -signal.SIGKILL
         assert broken(copied) == []
         assert needed <= {piece.place for piece in walk(copied)}
         make_artifact(Store(copied), Recipe("demo", (), {"at": at}, {}), write_one)
@@ -247,7 +247,7 @@ def test_a_busy_store_is_not_to_be_removed(ground: Ground, monkeypatch: pytest.M
 def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
     assert any(piece.kind == "extremes" for piece in copied.plan().removable)
     summary.note(copied.work, "20260108-000000-1-h", names=("fp8", "int8"), began=time.time() - 3600)
-    assert copied.plan().removable == (), "everything was made within this hour"
+    assert copied.plan().removable == (), "all artifacts are newer than the unfinished sweep"
     assert any(piece.kind == "extremes" for piece in copied.plan("prune.keep_sweeps=0").removable)
 
 
@@ -263,11 +263,11 @@ def test_pipes_and_directories_as_evidence_are_reported_at_once(
     write = (tmp_path / f"artifacts/identity/{'b' * 32}/{MANIFEST}").write_text
     write(json.dumps({"key": "x", "files": {}, "seconds": 1, "parts": {"inputs": {}}}))
     problems = take_inventory(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
-    assert [problem in str(one) for one in problems] == [True] * 3
+    assert [problem in str(reported) for reported in problems] == [True] * 3
     with pytest.raises(UserError) as caught:
         show_status(config_of(f"workdir={tmp_path}", MODEL, "stage=status"))
     assert [line in str(caught.value) for line in map(str, problems)] == [True] * 3
-    assert "identity" in capsys.readouterr().out, "the rest is shown"
+    assert "identity" in capsys.readouterr().out, "the readable part is shown"
 
 
 def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +277,7 @@ def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsy
     assert before - distinct_bytes(walk(copied.artifacts)) == plan.freed_bytes
     assert not any(piece.path.exists() for piece in plan.removable)
     assert broken(copied.artifacts) == []
-    assert len(list(copied.artifacts.glob("baseline/[!.]*"))) == 1, "that of the last sweep"
+    assert len(list(copied.artifacts.glob("baseline/[!.]*"))) == 1, "only the baseline of the last sweep is kept"
     assert len(list(copied.artifacts.glob("identity/[!.]*"))) == 3
     assert copied.plan("prune.keep_sweeps=1").removable == ()
 

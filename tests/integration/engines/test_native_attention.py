@@ -168,14 +168,14 @@ def test_an_input_of_another_shape_is_refused(name: str) -> None:
 
 def test_a_graph_of_another_policy_or_kernel_is_refused() -> None:
     case = AttentionCase(BY_NAME["fp8"], HEADS, (70,))
-    other = case.graph()
-    other.graph.node[0].input.append("query")
+    model = case.graph()
+    model.graph.node[0].input.append("query")
     with pytest.raises(UserError, match="PagedAttention_0 is not the attention of the bundle's policy"):
-        use_kernel(other, case.info, case.policy, "decode")
-    other = case.graph()
-    other.functions[0].node[0].domain = "kvgate.native"
+        use_kernel(model, case.info, case.policy, "decode")
+    model = case.graph()
+    model.functions[0].node[0].domain = "kvgate.native"
     with pytest.raises(UserError, match=r"holds a node of the reserved domain kvgate\.native"):
-        use_kernel(other, case.info, case.policy, "decode")
+        use_kernel(model, case.info, case.policy, "decode")
 
 
 # ---- the compiler ----

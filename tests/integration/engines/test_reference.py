@@ -97,14 +97,14 @@ def test_statistics_describe_transformers_own_keys_and_values(model: Any, texts:
     for name in ("fp8_head", "int4"):
         engine = make_reference(model, BY_NAME[name], SHAPE)
         measured = cache_statistics(engine, texts[-1])
-        assert [(one.layer, one.side) for one in measured] == [(0, "key"), (0, "value"), (1, "key"), (1, "value")]
-        for one in measured:
-            exact = getattr(layers[one.layer], f"{one.side}s")[0]
-            assert (one.low, one.high) == pytest.approx((float(exact.min()), float(exact.max())), rel=1e-5)
-            assert one.p999 == pytest.approx(np.quantile(exact.abs().numpy(), 0.999), rel=1e-5)
-            storage = engine.storages[one.layer][Side(one.side)]
+        assert [(entry.layer, entry.side) for entry in measured] == [(0, "key"), (0, "value"), (1, "key"), (1, "value")]
+        for entry in measured:
+            exact = getattr(layers[entry.layer], f"{entry.side}s")[0]
+            assert (entry.low, entry.high) == pytest.approx((float(exact.min()), float(exact.max())), rel=1e-5)
+            assert entry.p999 == pytest.approx(np.quantile(exact.abs().numpy(), 0.999), rel=1e-5)
+            storage = engine.storages[entry.layer][Side(entry.side)]
             error = storage.read(storage.write(exact)) - exact
-            assert one.snr_db == pytest.approx(20 * float(torch.log10(exact.norm() / error.norm())), abs=0.05)
+            assert entry.snr_db == pytest.approx(20 * float(torch.log10(exact.norm() / error.norm())), abs=0.05)
         ratios[name] = measured[0].snr_db or 0.0
     assert ratios["fp8_head"] > ratios["int4"] + 6
 

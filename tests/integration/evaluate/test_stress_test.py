@@ -42,7 +42,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """A function that limits the stress test to the named scenarios."""
 
     def limited(*names: str) -> None:
-        chosen = tuple(one for one in SCENARIOS if one.name in names)
+        chosen = tuple(scenario for scenario in SCENARIOS if scenario.name in names)
         assert len(chosen) == len(names)
         monkeypatch.setattr(stress_test, "SCENARIOS", chosen)
 
@@ -131,7 +131,7 @@ def logits_of_another_leak(engine: Any) -> None:
     run, tables = session.run, engine.pool.tables
     live: list[int] = []
 
-    def noting(handles: Sequence[int]) -> Any:
+    def note_live(handles: Sequence[int]) -> Any:
         live[:] = handles
         return tables(handles)
 
@@ -145,13 +145,13 @@ def logits_of_another_leak(engine: Any) -> None:
             return
         values = pool.arrays["value_pool.1"]
         page = pool.sequences[long[0]].pages[0]
-        other = next(pool.sequences[handle].pages[0] for handle in live if handle != long[0])
-        kept = values[page, 0, 5, 0].copy()
-        values[page, 0, 5, 0] = values[other, 0, 0, 0]
+        other_page = next(pool.sequences[handle].pages[0] for handle in live if handle != long[0])
+        sound_value = values[page, 0, 5, 0].copy()
+        values[page, 0, 5, 0] = values[other_page, 0, 0, 0]
         run()
-        values[page, 0, 5, 0] = kept
+        values[page, 0, 5, 0] = sound_value
 
-    session.run, engine.pool.tables = faulty, noting
+    session.run, engine.pool.tables = faulty, note_live
 
 
 UNREACHED_BY_SAMPLES = [
@@ -175,7 +175,7 @@ Faults with FAR take long.
 
 @pytest.mark.every
 @pytest.mark.parametrize(
-    ("name", "config", "scenario", "expected"), [one for one in UNREACHED_BY_SAMPLES if STRIDE == 1 or one[1] is WIDE]
+    ("name", "config", "scenario", "expected"), [case for case in UNREACHED_BY_SAMPLES if STRIDE == 1 or case[1] is WIDE]
 )
 def test_a_fault_that_no_sample_reaches_is_named(
     name: str, config: StressTestConfig, scenario: str, expected: str, int8: Path, reference: ReferenceEngine, briefly: Limit
@@ -240,40 +240,40 @@ def many_forks_share(engine: Any) -> None:
             wrong.add(branch)
         return branch
 
-    def given(handles: Sequence[int]) -> Any:
-        found = tables(handles)
+    def faulty_tables(handles: Sequence[int]) -> Any:
+        page_tables = tables(handles)
         for row, handle in enumerate(handles):
             if handle in wrong:
-                found["page_table"][row, 0] = found["page_table"][row, -1]
-        return found
+                page_tables["page_table"][row, 0] = page_tables["page_table"][row, -1]
+        return page_tables
 
-    engine.fork, engine.pool.tables = forked, given
+    engine.fork, engine.pool.tables = forked, faulty_tables
 
 
 def idle_loses_a_page(engine: Any) -> None:
     """Lose the first page of every live sequence after a tenth of a second without a step."""
-    run, last = engine._run, [time.monotonic()]
+    run, last_step = engine._run, [time.monotonic()]
 
     def after_a_while(mode: Any, handles: Sequence[int], ids: Any) -> Any:
-        if time.monotonic() - last[0] > 0.1:
+        if time.monotonic() - last_step[0] > 0.1:
             for sequence in engine.pool.sequences.values():
                 engine.pool.arrays["value_pool.1"][sequence.pages[:1]] = 0
-        found = run(mode, handles, ids)
-        last[0] = time.monotonic()
-        return found
+        logits = run(mode, handles, ids)
+        last_step[0] = time.monotonic()
+        return logits
 
     engine._run = after_a_while
 
 
 def leaks(engine: Any) -> None:
     """Leak 256 KiB per request."""
-    release, kept = engine.pool.release, list[Any]()
+    release, leaked = engine.pool.release, list[Any]()
 
-    def leaving(handle: int) -> None:
-        kept.append(np.ones(1 << 18, np.int8))
+    def leaking_release(handle: int) -> None:
+        leaked.append(np.ones(1 << 18, np.int8))
         release(handle)
 
-    engine.pool.release = leaving
+    engine.pool.release = leaking_release
 
 
 def a_step_is_off(engine: Any) -> None:
@@ -316,7 +316,7 @@ IN_LATER_SCENARIOS = [
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("plant", "scenario", "expected"), IN_LATER_SCENARIOS, ids=[one[2] for one in IN_LATER_SCENARIOS])
+@pytest.mark.parametrize(("plant", "scenario", "expected"), IN_LATER_SCENARIOS, ids=[case[2] for case in IN_LATER_SCENARIOS])
 def test_a_fault_in_a_later_scenario_is_named(
     plant: Any, scenario: str, expected: str, int8: Path, reference: ReferenceEngine, briefly: Limit
 ) -> None:

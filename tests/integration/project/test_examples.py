@@ -65,7 +65,7 @@ def test_the_gpu_job_judges_and_promotes_as_the_tutorial_does(tmp_path: Path) ->
 def test_calls_of_bfcl_are_converted_to_questions(tmp_path: Path) -> None:
     """Three of five are skipped: two calls, an object, and no value for a required argument."""
     area = {"name": "area", "description": "", "parameters": {"properties": {}, "required": ["base", "height"]}}
-    other = {"name": "side", "description": "", "parameters": {"properties": {}, "required": ["base"]}}
+    side = {"name": "side", "description": "", "parameters": {"properties": {}, "required": ["base"]}}
     right = {"area": {"base": [10, 10.0], "height": [5], "unit": ["units", ""]}}
     possible: list[list[dict[str, Any]]] = [
         [right],
@@ -74,7 +74,7 @@ def test_calls_of_bfcl_are_converted_to_questions(tmp_path: Path) -> None:
         [{"area": {"base": [""], "height": [5]}}],
         [{"area": {"base": ["", 2], "height": [5]}}],
     ]
-    entries = [{"id": f"c_{i}", "question": [[{"role": "user", "content": "?"}]], "function": [area, other]} for i in range(5)]
+    entries = [{"id": f"c_{i}", "question": [[{"role": "user", "content": "?"}]], "function": [area, side]} for i in range(5)]
     answers = [{"id": f"c_{i}", "ground_truth": calls} for i, calls in enumerate(possible)]
     for folder, rows in ((tmp_path, entries), (tmp_path / "possible_answer", answers)):
         folder.mkdir(exist_ok=True)

@@ -37,7 +37,7 @@ def test_a_launchers_job_repeats_the_users_arguments(
         assert str(end.step.command).endswith("-m kv=fp8,int8 model.path=/model workloads.samples.copy=0")
     printed = capsys.readouterr()
     assert "job 2 of 2 int8: FP16 itself answers none" in printed.err
-    assert "copy-1" not in printed.out, "the command shows it at its end"
+    assert "copy-1" not in printed.out, "the command prints wrong answers only at its end"
     console.close()
 
 
@@ -57,8 +57,8 @@ resource_tracker.ensure_running()
 sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
 before, worker = subprocess.Popen(sleeps), subprocess.Popen(sleeps)
 end_workers([psutil.Process(before.pid)])
-left = psutil.Process().children()
-print(sorted("tracker" if "resource_tracker" in " ".join(child.cmdline()) else str(child.pid == before.pid) for child in left))
+alive = psutil.Process().children()
+print(sorted("tracker" if "resource_tracker" in " ".join(child.cmdline()) else str(child.pid == before.pid) for child in alive))
 before.kill()
 """
 
@@ -103,9 +103,9 @@ def test_the_commands_ray_listens_locally_behind_a_token(ray: Ray) -> None:
     launching.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
     assert "++hydra.launcher.ray.remote.max_retries=0" in launching.RAY_OVERRIDES, "a job that died is not run again"
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
-    assert ray.options["address"] == "local", "it joins no other Ray that runs here"
+    assert ray.options["address"] == "local", "the command must not join another Ray instance on this machine"
     assert (ray.options["num_cpus"], ray.options["include_dashboard"]) == (2, False)
-    assert "kvgate-ray-" in str(ray.options["_temp_dir"]), "its logs and sockets go with the command"
+    assert "kvgate-ray-" in str(ray.options["_temp_dir"]), "the folder of Ray's logs and sockets is removed with the command"
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert (os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"])) == ("token", 64)
 
@@ -115,7 +115,7 @@ def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch:
     if place == "variable":
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     launching.start_ray({"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
-    assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses others of a cluster"
+    assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses other options for a cluster that it joins"
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launching.RAY_HERE} & set(os.environ)
 
 

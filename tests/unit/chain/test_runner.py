@@ -37,10 +37,10 @@ def test_an_old_report_is_removed_and_never_hides_the_error(
     page = tmp_path / "report.html"
     page.write_text("yesterday's") if is_file else page.mkdir()  # a folder cannot be unlinked
     (config,) = plan([f"workdir={tmp_path}", "calibration.samples=4", "tracking=none", "stage=evaluate"], multirun=False).jobs
-    for said in (is_file, False):
+    for removed in (is_file, False):
         with pytest.raises(MissingRequirement, match="no GPU"):
             run_job(config)
-        assert ("report.html of an earlier command was removed" in capsys.readouterr().out) == said
+        assert ("report.html of an earlier command was removed" in capsys.readouterr().out) == removed
     assert page.exists() == (not is_file)
 
 

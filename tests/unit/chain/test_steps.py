@@ -53,13 +53,13 @@ def swap(link: Path) -> None:
 @pytest.mark.parametrize("change", [swap, Path.unlink, lambda path: path.resolve().write_text("two")])
 def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[Path], object], tmp_path: Path) -> None:
     config: Any = None  # `making` does not use the configuration
-    chain, given = EngineSteps(config, Store(tmp_path / "store")), tmp_path / "given"
+    chain, link = EngineSteps(config, Store(tmp_path / "store")), tmp_path / "link"
     (tmp_path / "one").write_text("1")
-    given.symlink_to("one")
-    recipe = Recipe("demo", ("stages.policies.policy",), {}, {"jsonl": chain.digest_of(given)})
-    message = "given: was changed while this command read it; run the command again"
+    link.symlink_to("one")
+    recipe = Recipe("demo", ("stages.policies.policy",), {}, {"jsonl": chain.digest_of(link)})
+    message = "link: was changed while this command read it; run the command again"
     with pytest.raises(UserError, match=message), chain.making(recipe):
-        change(given)
+        change(link)
     assert not chain.store.path(recipe).exists()
 
 

@@ -24,8 +24,8 @@ def _silent_afterwards() -> Iterator[None]:
 
 def stderr(monkeypatch: pytest.MonkeyPatch, terminal: bool, width: int = 160) -> io.StringIO:
     stream = io.StringIO()
-    shown = Console(file=stream, force_terminal=terminal, width=width, highlight=False, color_system=None)
-    monkeypatch.setattr(console, "err", shown)
+    recorder = Console(file=stream, force_terminal=terminal, width=width, highlight=False, color_system=None)
+    monkeypatch.setattr(console, "err", recorder)
     return stream
 
 

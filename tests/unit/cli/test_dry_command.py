@@ -56,12 +56,12 @@ def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, s
     """Return the rows of the table that a dry run prints, in the format of `run_all`."""
     preview(jobs)
     rows = re.findall(r"^ *(\S.*?) +(\d) +(reused|made above|made) *$", capsys.readouterr().out, re.MULTILINE)
-    made = set[str]()
-    for title, _, word in rows:
-        assert word != "made above" or title in made, title
-        assert word != "reused" or title not in made, title
-        made |= {title} if word == "made" else set()
-    return [(int(job), title, word != "made") for title, job, word in rows]
+    made_titles = set[str]()
+    for title, _, state in rows:
+        assert state != "made above" or title in made_titles, title
+        assert state != "reused" or title not in made_titles, title
+        made_titles |= {title} if state == "made" else set()
+    return [(int(job), title, state != "made") for title, job, state in rows]
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +103,12 @@ def test_a_dry_run_foresees_the_artifacts_of_a_sweep(tmp_path: Path, capsys: pyt
         before = work.exists()
         foretold = said_of(jobs, capsys)
         assert work.exists() == before
-        made = run_all(jobs)
+        taken_steps = run_all(jobs)
         # Second rounds run only if the gates need them, and identities are predicted only if the verdict is known.
         unsure = "2/2", "identity"
-        certain = [[one for one in some if not any(word in one[1] for word in unsure)] for some in (foretold, made)]
+        certain = [[step for step in steps if not any(word in step[1] for word in unsure)] for steps in (foretold, taken_steps)]
         assert certain[0] == certain[1]
-        rounds = {title for _, title, _ in made if "2/2" in title}
+        rounds = {title for _, title, _ in taken_steps if "2/2" in title}
         assert rounds <= {title for _, title, _ in foretold}
 
 
@@ -116,11 +116,11 @@ def test_weights_are_quantized_once_and_extremes_per_rotation(tmp_path: Path) ->
     """Candidate and baseline differ only in their cache."""
     turned = "kv.key.rotation=hadamard"
     wanted = {"kv=fp8_uncalibrated": 0, "kv=fp8": 1, "kv=fp8_head": 0, f"kv=fp8 kv.name=turned {turned}": 1}
-    made = [run_all(planned(tmp_path, "stage=build", *overrides.split())) for overrides in wanted]
-    news = [[title for _, title, reused in job if not reused] for job in made]
+    runs = [run_all(planned(tmp_path, "stage=build", *overrides.split())) for overrides in wanted]
+    news = [[title for _, title, reused in job if not reused] for job in runs]
     assert [titles.count("extremes") for titles in news] == list(wanted.values())
     assert [titles.count("weights") for titles in news] == [1, 0, 0, 0]
-    assert [title for _, title, _ in made[-1]].count("extremes") == 2, "values as they are, keys rotated"
+    assert [title for _, title, _ in runs[-1]].count("extremes") == 2, "values as they are, keys rotated"
     judged = run_all(planned(tmp_path, "stage=evaluate", "kv=int8"))
     assert {title for _, title, reused in judged if "weights" in title or "export" in title} == {"weights", "export"}
     assert all(reused for _, title, reused in judged if title in ("weights", "export"))
@@ -130,25 +130,25 @@ def test_rounds_run_until_decided_and_baselines_are_reused(tmp_path: Path, monke
     opened: list[Path] = []
     load = FakeBackend.load
 
-    def noted(self: FakeBackend, bundle: Path) -> Any:
+    def record_bundle(self: FakeBackend, bundle: Path) -> Any:
         opened.append(bundle)
         return load(self, bundle)
 
-    monkeypatch.setattr(FakeBackend, "load", noted)
+    monkeypatch.setattr(FakeBackend, "load", record_bundle)
 
     def rounds(*overrides: str) -> dict[str, bool]:
         """Return the titles of second rounds -> whether they were reused."""
         opened.clear()
-        made = run_all(planned(tmp_path, "stage=evaluate", *overrides))
-        return {title: reused for _, title, reused in made if title.endswith("/2")}
+        steps = run_all(planned(tmp_path, "stage=evaluate", *overrides))
+        return {title: reused for _, title, reused in steps if title.endswith("/2")}
 
     assert rounds("kv=fp8") == {"baseline fp16 1/2": False, "round fp8 1/2": False}
-    asked = {"baseline fp16 1/2": True, "round int8 1/2": False, "baseline fp16 2/2": False, "round int8 2/2": False}
-    assert rounds("kv=int8") == asked
-    assert rounds("kv=int8") == dict.fromkeys(asked, True)
+    two_rounds = {"baseline fp16 1/2": True, "round int8 1/2": False, "baseline fp16 2/2": False, "round int8 2/2": False}
+    assert rounds("kv=int8") == two_rounds
+    assert rounds("kv=int8") == dict.fromkeys(two_rounds, True)
     assert opened == []
-    again = {"baseline fp16 1/2": True, "round int8 1/2": False, "baseline fp16 2/2": True, "round int8 2/2": False}
-    assert rounds("kv=int8", "kv.sink_tokens=4") == again
+    candidate_again = {"baseline fp16 1/2": True, "round int8 1/2": False, "baseline fp16 2/2": True, "round int8 2/2": False}
+    assert rounds("kv=int8", "kv.sink_tokens=4") == candidate_again
     assert len(opened) == 3, "engine, reference engine, and the engine anew: the first has the must-fail control's fault"
     assert rounds("kv=int4") == {"baseline fp16 1/2": True, "round int4 1/2": False}
 
@@ -181,8 +181,8 @@ def test_problems_after_the_inputs_are_found_before_any_work(
     (tmp_path / "mlflow.db").write_text("no database")
     assert preview(planned(tmp_path / "work", "stage=build")) == 0
     assert preview(planned(tmp_path / "work", "stage=evaluate")) == 4
-    other = ["tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}"]
-    assert preview(planned(tmp_path / "work", "stage=evaluate", *other)) == 2
+    no_database = ["tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}"]
+    assert preview(planned(tmp_path / "work", "stage=evaluate", *no_database)) == 2
     output = capsys.readouterr().err
     assert "this machine has no GPU" in output
     assert "is not a database" in output

@@ -85,9 +85,9 @@ def test_a_dry_run_exits_3_if_few_questions_cannot_pass(
 def test_a_quick_check_asks_the_users_questions_alone(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "1 + 1 = ", "reference": "2"}\n')
-    own = plan(["experiment=quick", "workloads=jsonl", f"workloads.jsonl={file}"], multirun=False).jobs[0].workloads
-    assert (own.user_path, own.conformance_samples, own.rounds) == (file, 0, [1.0])
-    assert not any(own.samples.values())
+    workloads = plan(["experiment=quick", "workloads=jsonl", f"workloads.jsonl={file}"], multirun=False).jobs[0].workloads
+    assert (workloads.user_path, workloads.conformance_samples, workloads.rounds) == (file, 0, [1.0])
+    assert not any(workloads.samples.values())
     pages = plan(["experiment=quick"], multirun=False).jobs[0].workloads
     assert pages.samples == {"documentation": 0, "lookup": 15, "extraction": 15, "quotation": 15, "recall": 15}
 

@@ -57,9 +57,9 @@ def composed(step: NextStep | None) -> Config:
     assert Path(words[0]).name.startswith("python")
     assert words[1:3] == ["-m", "pipeline"]
     arguments = words[3:]
-    folders = [one.removeprefix("--config-dir=") for one in arguments if one.startswith("--config-dir=")]
-    planned = plan([one for one in arguments if not one.startswith("-")], "-m" in arguments, folders)
-    sweeps = {one for one in arguments if one.startswith("experiment=")} - {"experiment=quick"}
+    folders = [argument.removeprefix("--config-dir=") for argument in arguments if argument.startswith("--config-dir=")]
+    planned = plan([argument for argument in arguments if not argument.startswith("-")], "-m" in arguments, folders)
+    sweeps = {argument for argument in arguments if argument.startswith("experiment=")} - {"experiment=quick"}
     assert planned.sweeping == ("-m" in arguments or bool(sweeps))
     for check in (check for job in planned.jobs for check in checks(job, OPENED)):
         check()

@@ -137,9 +137,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unknown_launcher_or_one_that_names_code_is_refused(name: str) -> None:
-    asked, said = REFUSED[name]
-    with refused(UserError, "", said):
-        plan(["kv=fp8,int8", *asked], multirun=True)
+    launcher_arguments, message = REFUSED[name]
+    with refused(UserError, "", message):
+        plan(["kv=fp8,int8", *launcher_arguments], multirun=True)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_files_of_config_dir_bring_no_code_into_hydra(file: str, text: str, key:
 
 @pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
 def test_a_missing_launcher_is_named_with_its_package(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overrides, "find_spec", lambda asked: None if asked == library else object())
+    monkeypatch.setattr(overrides, "find_spec", lambda module: None if module == library else object())
     with refused(MissingRequirement, f"hydra/launcher={name}: not installed; pip install -e '.[{library}]'"):
         plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
 

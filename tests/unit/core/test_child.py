@@ -95,6 +95,6 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[3])])
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": paths}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert ran.stdout == "once\n"
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert completed.stdout == "once\n"
     assert (tmp_path / "out").read_text().startswith("script")

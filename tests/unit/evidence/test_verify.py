@@ -178,9 +178,9 @@ def test_samples_travel_with_evidence_and_links_are_not_read(tmp_path: Path) -> 
     samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
     judged = judged_engine(tmp_path / "store", ["workloads=jsonl", f"workloads.jsonl={samples}"])
     copy = exported(judged, tmp_path / "copy", *ALL)
-    other = exported(judged, tmp_path / "other", *ALL)
-    edit(other / IDENTITY_FILE, lambda identity: identity.update(workloads_file=None))
-    assert wrong(other) == {SAMPLES: "differs"}, "a path that the identity names is not opened"
+    without_path = exported(judged, tmp_path / "other", *ALL)
+    edit(without_path / IDENTITY_FILE, lambda identity: identity.update(workloads_file=None))
+    assert wrong(without_path) == {SAMPLES: "differs"}, "a path that the identity names is not opened"
     samples.unlink()
     assert wrong(copy) == {}
     for name in ("workloads", "workloads/mine.jsonl"):

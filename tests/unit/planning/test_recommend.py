@@ -39,7 +39,7 @@ def capacity(*overrides: str) -> Capacity:
 
 def judged(policy: str, **changes: object) -> Judged:
     """Return an engine that passed on samples of 900 tokens."""
-    one = Judged(
+    passed = Judged(
         policy=SHIPPED[policy],
         source=f"/evidence/{policy}",
         made=1.0,
@@ -51,7 +51,7 @@ def judged(policy: str, **changes: object) -> Judged:
         forks=8,
         kl_mean=0.01,
     )
-    return replace(one, **changes)  # type: ignore[arg-type]
+    return replace(passed, **changes)  # type: ignore[arg-type]
 
 
 def recommended(*evidence: Judged, overrides: tuple[str, ...] = ()) -> Recommendation:
@@ -63,8 +63,8 @@ def chosen(recommendation: Recommendation) -> str | None:
 
 
 def reason(recommendation: Recommendation, name: str) -> str:
-    (one,) = (one for one in recommendation.passed_over if one.name == name)
-    return one.reason
+    (entry,) = (entry for entry in recommendation.passed_over if entry.name == name)
+    return entry.reason
 
 
 FAILED = judged("fp8", status="FAIL", reasons=("worse",))
@@ -145,22 +145,22 @@ def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object],
     assert expected in reason(recommendation, "fp8")
 
 
-def suggested(found: Recommendation, *arguments: str, model: ModelShape = MODEL) -> list[str]:
+def suggested(recommendation: Recommendation, *arguments: str, model: ModelShape = MODEL) -> list[str]:
     """Return the arguments of the suggested command."""
     config = plan([*USE, *arguments], multirun=False).jobs[0]
-    lines = evidence_lines(config, [*arguments, *USE], found, capacity(*arguments), model)
+    lines = evidence_lines(config, [*arguments, *USE], recommendation, capacity(*arguments), model)
     (command,) = [line for line in lines if " -m pipeline " in line]
     return shlex.split(command)[3:]
 
 
 def test_the_first_unjudged_policies_of_the_backend_are_suggested() -> None:
-    found = recommended(judged("fp8"))
-    arguments = suggested(found, "seed=1")
+    recommendation = recommended(judged("fp8"))
+    arguments = suggested(recommendation, "seed=1")
     assert arguments[:3] == ["-m", "seed=1", "workloads.lengths=[960]"]
     assert arguments[3:] == ["stage=evaluate", "kv=fp8k_int4v,int4_g32"], "int8 holds fewer tokens than fp8, which passed"
     assert suggested(recommended(), "seed=1")[-1] == "kv=int8,fp8,fp8k_int4v", "at most three"
     assert suggested(recommended(), "backend=torch", "seed=1")[-1] == "kv=int8,fp8,fp8k_int4v"
-    lines = "\n".join(recommendation_lines(found, []))
+    lines = "\n".join(recommendation_lines(recommendation, []))
     assert "not fp16" not in lines
     assert "that have no evidence and hold at least as many live tokens" in lines
     assert "more that have no evidence and hold fewer live tokens" in lines
@@ -174,8 +174,8 @@ def test_only_a_given_policy_is_suggested() -> None:
 def test_the_suggested_command_covers_the_use() -> None:
     short = ["capacity.contexts=[{tokens: 600, requests: 1}]", "capacity.concurrency=40", "capacity.new_tokens=300"]
     config = plan([*USE[:2], *short], multirun=False).jobs[0]
-    found = capacity(*short)
-    (command,) = [line for line in evidence_lines(config, [], recommend(found, []), found, MODEL) if "stage=evaluate" in line]
+    budget = capacity(*short)
+    (command,) = [line for line in evidence_lines(config, [], recommend(budget, []), budget, MODEL) if "stage=evaluate" in line]
     assert shlex.split(command)[4:6] == ["workloads.batch_size=40", "workloads.max_scored_tokens=300"]
 
 
@@ -258,8 +258,8 @@ def test_own_questions_of_a_shipped_workloads_name_are_added_to_the_users_file(o
     file.write_text(json.dumps({"workload": "copy", "prompt": "Repeat: one", "reference": "one"}))
     system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["fp8"].bytes_per_token(SHAPE) / 1024})
     measured = {"coverage": EXERCISED, "system": system}
-    asked = ["workloads=jsonl", f"workloads.jsonl={file}"]
-    judged_engine(tmp_path / "work" / "artifacts", asked, measured=measured, kv="fp8")
+    own_questions = ["workloads=jsonl", f"workloads.jsonl={file}"]
+    judged_engine(tmp_path / "work" / "artifacts", own_questions, measured=measured, kv="fp8")
     advice = reason(refused(tmp_path, *overrides, "gates.min_samples=300"), "fp8")
     assert "judge it again with workloads=jsonl workloads.jsonl=FILE gates.attempt=2, after adding questions" in advice
 
@@ -273,12 +273,12 @@ def test_only_policies_that_the_backend_serves_are_suggested(
     printed = capsys.readouterr().out
     (command,) = [line.strip() for line in printed.splitlines() if " stage=evaluate kv=" in line]
     arguments = shlex.split(command)[4:]
-    given = dict(part.split("=", 1) for part in arguments)
-    assert len(given) == len(arguments), "two values of a key are refused"
-    swept = given["kv"].split(",")
+    values = dict(part.split("=", 1) for part in arguments)
+    assert len(values) == len(arguments), "two values of a key are refused"
+    swept = values["kv"].split(",")
     assert swept == ["vllm_int8", "fp8"]
-    assert (given["experiment"], given["backend.max_model_len"], given["backend.max_num_seqs"]) == ("vllm", "1024", "8")
-    unserved = {one.name for one in recommendation.passed_over if one.reason == NOT_SERVED}
+    assert (values["experiment"], values["backend.max_model_len"], values["backend.max_num_seqs"]) == ("vllm", "1024", "8")
+    unserved = {entry.name for entry in recommendation.passed_over if entry.reason == NOT_SERVED}
     assert {"int8", "fp8k_int4v", "int4_g32", "fp8_token"} <= unserved
     assert not unserved & set(swept)
     assert f"and {len(unserved)} that the backend does not serve" in printed

@@ -105,9 +105,9 @@ def test_a_rollback_needs_the_questions_that_were_asked(fleet: Fleet, tmp_path: 
     fleet.judge("int8", "workloads=jsonl", f"workloads.jsonl={OWN}")
     fleet.judge("fp8")
     fleet.promote("int8", "fp8")
-    other = tmp_path / "other.jsonl"
-    other.write_text(OWN.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    for questions in ([], ["workloads=jsonl", f"workloads.jsonl={other}"]):
+    changed = tmp_path / "other.jsonl"
+    changed.write_text(OWN.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    for questions in ([], ["workloads=jsonl", f"workloads.jsonl={changed}"]):
         with pytest.raises(
             MissingRequirement,
             match=r"again: samples, made again: missing, your file is missing; give promote or rollback workloads=jsonl ",

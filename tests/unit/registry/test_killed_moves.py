@@ -47,9 +47,9 @@ class Dying(MemoryRegistry):
                 self.dies_in = -1
                 yield dict(self.aliases)
             else:
-                assert writes > 1, "it writes"
+                assert writes > 1, "the action makes several writes"
                 return
-        raise AssertionError("it never ended")
+        raise AssertionError("the action makes over 100 writes")
 
 
 @pytest.fixture

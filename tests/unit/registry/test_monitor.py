@@ -73,7 +73,7 @@ def read(**changes: object) -> list[Reading]:
 
 
 def validity(good: int, of: int) -> str:
-    (status,) = (one.status for one in read(json_validity={"good": good, "of": of}) if one.name == "JSON validity")
+    (status,) = (reading.status for reading in read(json_validity={"good": good, "of": of}) if reading.name == "JSON validity")
     return status
 
 
@@ -134,13 +134,13 @@ def pressed(fleet: MemoryRegistry, version: str = "1", **changes: object) -> tup
 
 def test_memory_pressure_coarsens_old_values_first_keys_last(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet, int4=1900, fp8k_int4v=1300, fp8k_int4v_aged=1200)
-    taken = ["1"]
+    served = ["1"]
     for _ in range(3):
-        version, lines = pressed(fleet, taken[-1])
+        version, lines = pressed(fleet, served[-1])
         assert lines[-1] != "refused"
         assert version is not None
-        taken.append(version)
-    assert [fleet.candidates[version].policy for version in taken] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
+        served.append(version)
+    assert [fleet.candidates[version].policy for version in served] == ["fp8", "fp8k_int4v_aged", "fp8k_int4v", "int4"]
     assert fleet.aliases["route-copy-previous"] == "3"
     version, lines = pressed(fleet, "2", latency=SLOW["latency"])
     assert (version, lines[-1]) == ("2", "refused"), "an engine that holds less would be slower"
@@ -162,9 +162,9 @@ def test_engines_without_suitable_keys_or_evidence_are_skipped(
     fleet.judge("fp8k_int4v_aged", 900)  # holds less
     fleet.judge("fp8k_int4v", 1300)
     fleet.change("5", baseline=Cited(path=fleet.folder, digest="of other weights"))
-    version, said = pressed(fleet, **changes)
-    assert (version, said[-1]) == ("1", "refused")
-    assert [line for line in said if line.startswith(f"copy: not version 2 ({policy}): {expected}")]
+    version, output = pressed(fleet, **changes)
+    assert (version, output[-1]) == ("1", "refused")
+    assert [line for line in output if line.startswith(f"copy: not version 2 ({policy}): {expected}")]
 
 
 def test_a_rolled_back_engine_returns_only_by_name(fleet: MemoryRegistry) -> None:
@@ -196,8 +196,8 @@ def test_a_step_says_whether_keys_and_recent_values_lose(
 ) -> None:
     fleet.judge(now)
     fleet.judge(to)
-    one, other = map(fleet.engines().find, fleet.read().versions.values())
-    change = step(one, other)
+    current, replacement = map(fleet.engines().find, fleet.read().versions.values())
+    change = step(current, replacement)
     assert (change.keys, change.recent_values) == (keys, recent_values)
 
 

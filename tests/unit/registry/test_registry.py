@@ -96,7 +96,7 @@ def test_a_champion_competes_only_if_it_passes_on_the_checkpoint(
 
 def test_a_champion_without_valid_evidence_does_not_stay(registry: MemoryRegistry) -> None:
     promote(registry, registry.judge("fp8k_int4v", 1000))
-    move = promote(registry, registry.judge("int8", 500), replay=lambda one: [DIFFERS] if one.name == "fp8k_int4v" else [])
+    move = promote(registry, registry.judge("int8", 500), replay=lambda item: [DIFFERS] if item.name == "fp8k_int4v" else [])
     assert move.champion == "int8"
     assert "PASS, but it cannot stay the champion: weights: differs" in reasons_against(move.candidates, move)["fp8k_int4v"]
 
@@ -129,13 +129,13 @@ def test_a_candidate_that_is_lost_does_not_hinder_another(fp8: Candidate, regist
 
 def test_live_tokens_decide_and_then_the_lower_mean_kl(fp8: Candidate) -> None:
     # Exact sink and recent tokens need memory per sequence, which KiB per token does not show.
-    def one(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:
+    def judged(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:
         known = {"memory/max_live_tokens": tokens, "quality/kl_mean": kl}
         return changed(fp8, name=name, metrics={key: value for key, value in known.items() if value is not None}, **changes)
 
-    assert choose_champion([one("a", 10.0, 0.1), one("b", 12.0, 0.2), one("c", None, 0.0)]).name == "b"
-    assert choose_champion([one("z", 9.0, 0.02), one("zz", 9.0, None), one("a", 9.0, 0.01)]).name == "a"
-    assert choose_champion([one("reference", 9.0, 0.0, backend="torch"), one("a", 9.0, 0.1)]).name == "a"
+    assert choose_champion([judged("a", 10.0, 0.1), judged("b", 12.0, 0.2), judged("c", None, 0.0)]).name == "b"
+    assert choose_champion([judged("z", 9.0, 0.02), judged("zz", 9.0, None), judged("a", 9.0, 0.01)]).name == "a"
+    assert choose_champion([judged("reference", 9.0, 0.0, backend="torch"), judged("a", 9.0, 0.1)]).name == "a"
 
 
 def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, registry: MemoryRegistry) -> None:
@@ -242,13 +242,13 @@ def test_an_engine_that_another_user_rolled_back_meanwhile_is_not_promoted(regis
 
 
 def test_a_rolled_back_engine_returns_by_evaluation_or_name(registry: MemoryRegistry) -> None:
-    one, two = registry.judge("int8", 500), registry.judge("fp8", 1000)
-    promote(registry, one)
+    int8, fp8 = registry.judge("int8", 500), registry.judge("fp8", 1000)
+    promote(registry, int8)
     with pytest.raises(UserError, match="rollback: champion cannot go back"):
         registry.engines().rollback()
-    promote(registry, one, two)
+    promote(registry, int8, fp8)
     assert registry.moves[1:] == [("previous", "1"), ("champion", "2")]
-    assert "champion already" in promote(registry, two).message
+    assert "champion already" in promote(registry, fp8).message
     with pytest.raises(GateRefusal, match=r"rollback: version 1 \(int8\) cannot become the champion again: weights: differs"):
         registry.engines(replay=lambda _: [DIFFERS]).rollback()
     assert len(registry.moves) == 3
@@ -256,17 +256,17 @@ def test_a_rolled_back_engine_returns_by_evaluation_or_name(registry: MemoryRegi
     assert registry.aliases == {"champion": "1"}
     with pytest.raises(UserError, match="rollback: champion cannot go back"):
         registry.engines().rollback()
-    assert promote(registry, one, two).message == "int8 (version 1) is the champion already"
+    assert promote(registry, int8, fp8).message == "int8 (version 1) is the champion already"
     with pytest.raises(GateRefusal, match=r"fp8: PASS, but it was rolled back at .*: judge it again.*promote\.name='fp8'"):
-        promote(registry, two)
+        promote(registry, fp8)
     assert registry.aliases == {"champion": "1"}
-    assert "it had been rolled back at" in promote(registry, two, name="fp8").message
+    assert "it had been rolled back at" in promote(registry, fp8, name="fp8").message
     assert registry.aliases == {"champion": "2", "previous": "1"}
     registry.engines().rollback()
-    report = load_report(two.report.path.parent).model_copy(update={"workloads_digest": "others"})
-    two.report.path.write_text(report.model_dump_json())
-    cited = Cited(path=two.report.path, digest=evidence_digest(two.report.path))
-    again = promote(registry, one, registry.add(changed(two, report=cited)))
+    report = load_report(fp8.report.path.parent).model_copy(update={"workloads_digest": "others"})
+    fp8.report.path.write_text(report.model_dump_json())
+    cited = Cited(path=fp8.report.path, digest=evidence_digest(fp8.report.path))
+    again = promote(registry, int8, registry.add(changed(fp8, report=cited)))
     assert again.message.startswith("fp8 (version 3) is the champion")
 
 

@@ -41,8 +41,8 @@ def test_a_sweep_merges_by_model_and_name_another_starts_anew(tmp_path: Path) ->
         ("another", "fp8", "PASS"),
     ]
     assert load(tmp_path).champion == "int8"
-    other = record(tmp_path, "two", FP8)
-    assert ([c.name for c in other.candidates], other.champion) == (["fp8"], None)
+    second_sweep = record(tmp_path, "two", FP8)
+    assert ([c.name for c in second_sweep.candidates], second_sweep.champion) == (["fp8"], None)
 
 
 def test_a_promotion_from_an_older_sweep_does_not_make_it_the_last_one(tmp_path: Path) -> None:

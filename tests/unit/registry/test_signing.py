@@ -174,10 +174,10 @@ def test_an_invalid_signature_is_reported(
 
 
 def test_the_signed_identity_of_an_engine_judged_twice_counts(signed: Path) -> None:
-    store, other = signed.parent.parent, signed.parent / ("0" * 32)
-    shutil.copytree(signed, other, ignore=shutil.ignore_patterns(SIGNATURE_FILE, ".manifest.json"))
+    store, unsigned = signed.parent.parent, signed.parent / ("0" * 32)
+    shutil.copytree(signed, unsigned, ignore=shutil.ignore_patterns(SIGNATURE_FILE, ".manifest.json"))
     engine = store / read_evidence(signed).identity.link("engine").place
     try:
         assert find_evidence(engine) == [signed]
     finally:
-        shutil.rmtree(other)
+        shutil.rmtree(unsigned)

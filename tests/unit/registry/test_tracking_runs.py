@@ -66,22 +66,22 @@ def test_a_sweep_has_runs_of_candidates_and_of_the_fp16_engine(store: MlflowStor
     failed = track_one(
         store, lost.model_copy(update={"baseline": registered.baseline, "reasons": ("copy: 9 of 9 answers lost",)}), "s1"
     )
-    runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
+    runs = {item.info.run_name: item for item in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
     assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
     assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0, "memory/kib_per_token": 4.0}
-    assert {one.info.status for one in runs.values()} == {"FINISHED"}
-    own = runs["fp8: PASS"]
-    assert own.info.run_id == registered.run_id
-    assert own.data.tags["mlflow.runColor"] == COLOURS["PASS"]
-    assert own.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
-    assert list(own.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
+    assert {item.info.status for item in runs.values()} == {"FINISHED"}
+    fp8_run = runs["fp8: PASS"]
+    assert fp8_run.info.run_id == registered.run_id
+    assert fp8_run.data.tags["mlflow.runColor"] == COLOURS["PASS"]
+    assert fp8_run.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
+    assert list(fp8_run.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
     files = artifacts(store, registered.run_id)
     assert files.keys() >= {"report.json", "samples.json"}
     table = json.loads(files["samples.json"].read_text())
     assert table["columns"][:2] == ["answer", "workload"]
     assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
     assert artifacts(store, failed.run_id).keys() == {"report.json"}
-    note = own.data.tags["mlflow.note.content"]
+    note = fp8_run.data.tags["mlflow.note.content"]
     assert f"models:/kvgate-tiny/{registered.version} " in note
     for text in (note, str(store.client.get_model_version("kvgate-tiny", registered.version).description)):
         assert text.startswith("**PASS**: `fp8` on onnxruntime")
@@ -118,24 +118,24 @@ def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, erro
 def test_an_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
     candidate = judged(tmp_path, "once")
     first = track_one(store, candidate, "a")
-    found = version(store, first)
-    assert found.tags == {"kv": "once", "verdict": "PASS", "identity_digest": first.identity.digest}
+    entry = version(store, first)
+    assert entry.tags == {"kv": "once", "verdict": "PASS", "identity_digest": first.identity.digest}
     registered = [{"name": "kvgate-tiny", "version": first.version}]
-    assert json.loads(store.client.get_logged_model(found.model_id).tags["mlflow.modelVersions"]) == registered
-    store.client.delete_logged_model_tag(found.model_id, "mlflow.modelVersions")  # as a killed command leaves it
+    assert json.loads(store.client.get_logged_model(entry.model_id).tags["mlflow.modelVersions"]) == registered
+    store.client.delete_logged_model_tag(entry.model_id, "mlflow.modelVersions")  # as a killed command leaves it
     again, another_sweep = track_one(store, candidate, "a"), track_one(store, candidate, "b")
     assert first.version == again.version == another_sweep.version
     assert len({candidate.run_id for candidate in (first, again, another_sweep)}) == 3
-    model = store.client.get_logged_model(found.model_id)
+    model = store.client.get_logged_model(entry.model_id)
     assert json.loads(model.tags["mlflow.modelVersions"]) == registered
     outputs = store.client.get_run(another_sweep.run_id).outputs
     assert outputs is not None
     assert [output.model_id for output in outputs.model_outputs] == [model.model_id]
-    assert store.engine_digest(found) == candidate.engine.digest
-    assert store.metrics(found) == {"memory/kib_per_token": 2.0}
-    assert store.metrics(replace(found, run_id="")) == {}, "a version that was registered by hand"
-    store.client.delete_tag(found.run_id, "engine_digest")
-    assert store.engine_digest(found) is None
+    assert store.engine_digest(entry) == candidate.engine.digest
+    assert store.metrics(entry) == {"memory/kib_per_token": 2.0}
+    assert store.metrics(replace(entry, run_id="")) == {}, "a version that was registered by hand"
+    store.client.delete_tag(entry.run_id, "engine_digest")
+    assert store.engine_digest(entry) is None
 
 
 def test_other_evidence_is_another_version(store: MlflowStore, tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_other_evidence_is_another_version(store: MlflowStore, tmp_path: Path) -
     failed = track_one(store, good.model_copy(update={"verdict": "FAIL"}), "c")
     assert "candidate" not in store.read().aliases, "the same engine failed"
     identity = Cited(path=good.identity.path, digest="other")
-    other = track_one(store, good.model_copy(update={"identity": identity}), "d")
-    assert len({one.version for one in (passed, undecided, failed, other)}) == 4
+    with_other_evidence = track_one(store, good.model_copy(update={"identity": identity}), "d")
+    assert len({candidate.version for candidate in (passed, undecided, failed, with_other_evidence)}) == 4
 
 
 @pytest.mark.parametrize("log_bundle", [True, False])

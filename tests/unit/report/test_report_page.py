@@ -84,7 +84,7 @@ def test_charts_show_the_front_every_length_and_every_policy(judged: list[Exhibi
     assert all(row["limit"] == 0.05 for row in policies)
     bins = context_numbers(judged[:1])
     lengths = sorted({row.context_tokens for row in judged[0].rows})
-    assert [row["tokens"] for row in bins] == [sum(some) / len(some) for some in (lengths[:20], lengths[20:])]
+    assert [row["tokens"] for row in bins] == [sum(part) / len(part) for part in (lengths[:20], lengths[20:])]
     assert all(row["distance"] == pytest.approx(0.001, rel=1e-2) for row in bins)
     charts = draw_charts(judged)
     assert set(charts) == {"recovery", "quality", "context"}
@@ -94,12 +94,12 @@ def test_charts_show_the_front_every_length_and_every_policy(judged: list[Exhibi
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_report_leads_with_recovery(judged: list[Exhibit], tmp_path: Path) -> None:
-    told = occasion(tmp_path, judged, champion="fp8", passed_over={"int8": "passed, but less"})
-    page = make_page(judged, told)
+    about = occasion(tmp_path, judged, champion="fp8", passed_over={"int8": "passed, but less"})
+    page = make_page(judged, about)
     assert [(row["name"], row["champion"]) for row in page["rows"][1:]] == [("fp8", True), ("int8", False), ("int4", False)]
     assert page["rows"][2]["note"] == "passed, but less"
     assert re.search(r"fp8 keeps 100\.0 % of the probability of right answers \(at least 9\d\.\d %\)\.$", page["lead"])
-    assert told.overview[0][:4] == ["policy", "verdict", "recovery", "KiB/token"]
+    assert about.overview[0][:4] == ["policy", "verdict", "recovery", "KiB/token"]
     assert page["rows"][0]["cells"][:2] == ["1", "2.000"]
     assert page["rows"][1]["cells"][:2] == ["1.000", "1.000"]
     places = [(row["policy"], row["place"]) for row in recovery_numbers(judged)]
@@ -108,12 +108,12 @@ def test_the_report_leads_with_recovery(judged: list[Exhibit], tmp_path: Path) -
 
 @pytest.mark.usefixtures("undrawn")
 def test_keys_and_values_are_listed_by_layer(judged: list[Exhibit], tmp_path: Path) -> None:
-    made = judged[0].report
-    assert made is not None
-    same: dict[str, Any] = {"layer": 7, "low": -1.5, "high": 2.5, "p999": 2.25}
-    cache = [CacheStatistics(**same, side="key", snr_db=31.6), CacheStatistics(**same, side="value", snr_db=None)]
-    shows = replace(judged[0], report=made.model_copy(update={"cache": cache}))
-    text = " ".join(Elements(render([shows], occasion(tmp_path, [shows]))).text.split())
+    report = judged[0].report
+    assert report is not None
+    fields: dict[str, Any] = {"layer": 7, "low": -1.5, "high": 2.5, "p999": 2.25}
+    cache = [CacheStatistics(**fields, side="key", snr_db=31.6), CacheStatistics(**fields, side="value", snr_db=None)]
+    with_cache = replace(judged[0], report=report.model_copy(update={"cache": cache}))
+    text = " ".join(Elements(render([with_cache], occasion(tmp_path, [with_cache]))).text.split())
     assert "7−1.52.52.2531.6−1.52.52.25–" in text
 
 
@@ -136,10 +136,10 @@ def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibi
 
 def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
     text = " ".join(HOSTILE)
-    of = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
-    made = replace(exhibit(tmp_path, f"kv {text}", of, prompt=text), problem=text)
+    unsafe = rows(3, (f"work{text}", "copy"), reference=text, baseline_generation=f"a {text}", candidate_generation=f"b {text}")
+    hostile = replace(exhibit(tmp_path, f"kv {text}", unsafe, prompt=text), problem=text)
     fields = dict.fromkeys(("model", "command", "message", "sweep", "unfinished"), text)
-    elements = Elements(render([made], occasion(tmp_path, [made], champion=f"kv {text}", **fields)))
+    elements = Elements(render([hostile], occasion(tmp_path, [hostile], champion=f"kv {text}", **fields)))
     tags = [tag for tag, _ in elements.elements]
     assert not {"script", "img", "image", "iframe", "object", "embed", "link", "base"} & set(tags)
     assert [name for _, attributes in elements.elements for name in attributes if name.startswith("on")] == []
@@ -167,8 +167,8 @@ def test_the_page_may_run_no_scripts_and_request_nothing(page: str) -> None:
 def test_secrets_are_masked_before_answers_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_PASSWORD", "hunter two words")
     of = rows(3, baseline_generation="say hunter two words", candidate_generation="say hunter and three words, api_key=abcdef")
-    made = exhibit(tmp_path, "fp8", of, prompt="hunter two words")
-    text = render([made], occasion(tmp_path, command="kvgate tracking.uri=postgresql://me:hunter3@host/db"))
+    leaking = exhibit(tmp_path, "fp8", of, prompt="hunter two words")
+    text = render([leaking], occasion(tmp_path, command="kvgate tracking.uri=postgresql://me:hunter3@host/db"))
     assert "hunter two words" not in re.sub(r"<[^>]*>", "", text)
     assert "abcdef" not in text
     assert "hunter3" not in text
@@ -176,8 +176,8 @@ def test_secrets_are_masked_before_answers_are_compared(tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_large_report_stays_below_three_megabytes(tmp_path: Path) -> None:
-    of = rows(300, ("one", "two", "three"), count=320)
-    first = exhibit(tmp_path, "kv0", of, prompt='<"& ' * 5_000)
+    many_rows = rows(300, ("one", "two", "three"), count=320)
+    first = exhibit(tmp_path, "kv0", many_rows, prompt='<"& ' * 5_000)
     many = [replace(first, candidate=first.candidate.model_copy(update={"name": f"kv{i}"})) for i in range(30)]
     path = write_page(tmp_path / "report.html", many, occasion(tmp_path, many))
     assert path.stat().st_size < 3_000_000
@@ -193,12 +193,12 @@ def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path:
     assert report is not None
     fields: dict[str, Any] = {"kl_mean": None, "ppl_ratio": None, "kl_p999": None}
     slices = [part.model_copy(update={"fidelity": part.fidelity.model_copy(update=fields)}) for part in report.slices]
-    of = [row.model_copy(update={"mean_kl": None}) for row in judged[0].rows]
+    rows_without_kl = [row.model_copy(update={"mean_kl": None}) for row in judged[0].rows]
     candidate = judged[0].candidate.model_copy(update={"metrics": {}})
-    broken = replace(judged[0], candidate=candidate, rows=of, report=report.model_copy(update={"slices": slices}))
-    told = occasion(tmp_path, [broken])
-    assert make_page([broken], told)["rows"][1]["cells"][told.overview[0].index("mean KL") - 2] == "-"
-    assert "nan" not in render([broken], told).lower().replace("nano", "")
+    broken = replace(judged[0], candidate=candidate, rows=rows_without_kl, report=report.model_copy(update={"slices": slices}))
+    about = occasion(tmp_path, [broken])
+    assert make_page([broken], about)["rows"][1]["cells"][about.overview[0].index("mean KL") - 2] == "-"
+    assert "nan" not in render([broken], about).lower().replace("nano", "")
 
 
 def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
@@ -260,9 +260,9 @@ def test_prompts_of_the_users_file_stay_in_the_work_directory(work: Path) -> Non
 @pytest.mark.usefixtures("undrawn")
 def test_unreadable_evidence_is_reported_without_opening_a_store(work: Path) -> None:
     directory = judged_engine(work / "artifacts")
-    shown = candidate(directory, version="")
+    unregistered = candidate(directory, version="")
     (directory / IDENTITY_FILE).write_text("{}")
-    assert f"{directory / IDENTITY_FILE}: kvgate: Field required" in show(work, shown)
+    assert f"{directory / IDENTITY_FILE}: kvgate: Field required" in show(work, unregistered)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -128,8 +128,8 @@ def test_only_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
         make_artifact(Store(tmp_path), recipe(a=4), write_one)
     # A resumable scratch folder stays; a finished artifact needs none.
     assert {path.name for path in (tmp_path / PARTIAL / "demo").iterdir()} == {keys[2], f".{keys[2]}", keys[3]}
-    made = make_artifact(Store(tmp_path), recipe(a=2), write_one)
-    assert sorted(made.files) == ["sub/one.txt"], "made in an empty directory"
+    artifact = make_artifact(Store(tmp_path), recipe(a=2), write_one)
+    assert sorted(artifact.files) == ["sub/one.txt"], "made in an empty directory"
 
 
 def test_a_store_names_its_users_and_others_can_lock_it(tmp_path: Path) -> None:

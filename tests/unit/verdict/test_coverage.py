@@ -57,14 +57,14 @@ def test_free_answers_that_equal_the_decoded_answers_are_not_forced() -> None:
     engine = fake_engine(SAMPLES)
     items = encode(SAMPLES, CharTokenizer(), 9)
     answers = engine.generate([item.prompt for item in items], 9, (EOS,))
-    other = [*answers[0][:1], 7, *answers[0][2:]]
+    changed = [*answers[0][:1], 7, *answers[0][2:]]
     with (
         patch.object(engine, "generate", lambda *_, **__: answers),
         patch.object(engine, "decode", Mock(wraps=engine.decode)) as decode,
     ):
         assert not free_answers(engine, items, 2, StoppingCriteria((EOS,), 4), decoded=answers).contradictions
         assert not decode.called
-        free_answers(engine, items, 2, StoppingCriteria((EOS,), 4), decoded=[other, None, answers[2]])
+        free_answers(engine, items, 2, StoppingCriteria((EOS,), 4), decoded=[changed, None, answers[2]])
     first_step = decode.call_args_list[0].args[1]
     assert first_step == [answers[0][0], answers[1][0]], "only the first differs, and the second was not decoded"
 

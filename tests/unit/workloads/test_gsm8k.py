@@ -93,11 +93,11 @@ def test_the_reference_is_scored_even_if_another_solution_is_right(problems: lis
     evaluate(
         lambda: fake_engine(answers), problems, tmp_path / "base", tmp_path / "out", config=config, tokenizer=SpanTokenizer()
     )
-    other, same = load_rows(tmp_path / "out")
-    assert (other.baseline_correct, other.right_answer) == (True, "reference")
-    assert other.baseline_probability is not None
-    assert other.baseline_probability < 1e-3
-    assert same.baseline_probability == same.candidate_probability == pytest.approx(1, abs=0.01)
+    other_solution, same_solution = load_rows(tmp_path / "out")
+    assert (other_solution.baseline_correct, other_solution.right_answer) == (True, "reference")
+    assert other_solution.baseline_probability is not None
+    assert other_solution.baseline_probability < 1e-3
+    assert same_solution.baseline_probability == same_solution.candidate_probability == pytest.approx(1, abs=0.01)
     item = encode(problems, SpanTokenizer(), 9)[1]
     nll = np.full(len(item.reference), 50.0)
     (first, _), (last, _) = item.results

@@ -49,9 +49,9 @@ def test_a_document_quotes_only_the_pages_of_its_split(split: Any) -> None:
     slot = document_slot(2048, 0, seed=0, split=split)
     lines = document(make_questions(slot, 30_000)[0]).split("\n")
     prose = " ".join(line for line in lines if line and not RECORD.match(line))
-    for other in SPLITS:
-        paragraphs = [paragraph for page in pages(other) for paragraph in page]
-        assert sum(paragraph in prose for paragraph in paragraphs) == (len(paragraphs) if other == split else 0)
+    for page_split in SPLITS:
+        paragraphs = [paragraph for page in pages(page_split) for paragraph in page]
+        assert sum(paragraph in prose for paragraph in paragraphs) == (len(paragraphs) if page_split == split else 0)
 
 
 @pytest.mark.parametrize("slot", DOCUMENTS, ids=lambda slot: slot.id)
@@ -158,9 +158,9 @@ def test_documents_fill_their_lengths_and_share_one_prefix(chat: bool, tiny_chec
 
 def test_the_cut_of_a_document_does_not_depend_on_other_samples(tiny_checkpoint: Path) -> None:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads()
-    samples, other = long_samples(config), Sample("mine", "custom", "a", prompt="b c")
-    fitted = {sample.id: sample for sample in fit_lengths([other, *samples], tokenizer, config)}
-    assert fitted["mine"] == other
+    samples, own_sample = long_samples(config), Sample("mine", "custom", "a", prompt="b c")
+    fitted = {sample.id: sample for sample in fit_lengths([own_sample, *samples], tokenizer, config)}
+    assert fitted["mine"] == own_sample
     last = [sample for sample in samples if sample.document == samples[-1].document]
     assert fit_lengths(last, tokenizer, config) == [fitted[sample.id] for sample in last]
 
