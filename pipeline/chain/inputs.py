@@ -109,7 +109,7 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         job = Job(config.kv, config.weights.format, checkpoint, builds=facts.builds, judges=facts.judges)
         open_backend(config.backend).check_inputs(job)
         if facts.judges and config.reference.device == "cuda":
-            from stages.engines.reference.device import reference_device
+            from stages.engines.gpu import reference_device
 
             reference_device(config.reference.device, 0)
         from stages.checkpoints.intake.opening import check_loadable

@@ -181,7 +181,7 @@ class VerdictSteps:
         # Some workloads quote the documentation of the Python that runs.
         parts = {"workloads": workloads, "python": platform.python_version(), **backend.run_parts(), **config}
         if "reference" in inputs and self.reference_device == "cuda":
-            from stages.engines.reference.device import gpu_identity
+            from stages.engines.gpu import gpu_identity
 
             parts["reference"] = gpu_identity()
         code = (f"stages.evaluate.{module}", backend.engine_module)
@@ -204,7 +204,7 @@ class VerdictSteps:
     @cached_property
     def reference_device(self) -> str:
         """Device of the reference engine: `cpu` or `cuda`."""
-        from stages.engines.reference.device import reference_device
+        from stages.engines.gpu import reference_device
 
         model_path = self.chain.source_path
         size = model_path.stat().st_size if model_path.is_file() else weight_bytes(inspect_checkpoint(model_path))

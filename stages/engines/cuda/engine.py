@@ -13,10 +13,10 @@ from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP, check_positive
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
+from stages.engines.gpu import resolve_device
 from stages.engines.interface import Continuation, Engine, Logits
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.build import open_torch_bundle
-from stages.engines.reference.device import resolve_device
 from stages.engines.reference.model import scales_for, shape_for
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales

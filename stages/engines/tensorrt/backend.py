@@ -10,11 +10,12 @@ from stages.checkpoints.exports import supporting_backend
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.hardware import gpus
 from stages.engines.backend import ROUNDING, Artifacts, Backend, Job, Source
+from stages.engines.gpu import require_gpu
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.refusals import refuse_reference_only
 from stages.engines.tensorrt.config import PlanConfig, TensorRTConfig, TensorRTRTXConfig
-from stages.engines.tensorrt.library import Name, load, used_gpu
+from stages.engines.tensorrt.library import Name, load
 from stages.policies.policy import FP16_POLICY, KVPolicy
 
 TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
@@ -181,15 +182,12 @@ def refuse_targets(policy: KVPolicy, targets: list[int]) -> None:
 
 
 def cuda_gpu() -> dict[str, str]:
-    """Return CUDA's current GPU, which builds and runs the plans. Raises MissingRequirement if there is no GPU."""
+    """Return CUDA's current GPU, which builds and runs the plans. Raises MissingRequirement if it or its driver is missing."""
+    gpu = require_gpu("backend=tensorrt", "use backend=tensorrt_rtx, which builds plans without a GPU")
     devices = gpus()
     if not devices:
-        raise MissingRequirement(
-            "backend=tensorrt builds plans on the GPU that will run them, and this machine has no GPU with a driver "
-            "(nvidia-smi); backend=tensorrt_rtx builds without a GPU"
-        )
-    name, capability = used_gpu("tensorrt")
-    return {"name": name, "compute_cap": capability, "driver_version": devices[0]["driver_version"]}
+        raise MissingRequirement("backend=tensorrt needs the driver's version for the key of its plans: install nvidia-smi")
+    return {"name": gpu.name, "compute_cap": gpu.capability, "driver_version": devices[0]["driver_version"]}
 
 
 def triton_version() -> str | None:

@@ -4,7 +4,6 @@ plugin.py changes the graphs for backend=tensorrt. It is a separate module, so t
 contain the plugin's code.
 """
 
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +39,6 @@ SET_FLAGS: dict[Name, tuple[str, ...]] = {
 }
 """STRICT_NANS: without this flag, 0 * x may be folded to 0, which would disable the graphs' check for non-finite keys and
 values. REQUIRE_USER_ALLOCATION: the build fails if a plan would allocate memory in a run, which CUDA graphs cannot capture."""
-
-TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
-"""Matches TensorRT's message that names the GPUs which lack a type."""
 
 
 class GraphRefusal(Exception):
@@ -113,16 +109,9 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int]) -
     return memoryview(data)
 
 
-def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int]) -> UserError:
+def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal) -> UserError:
     """Return the error for a refused graph: key and value, TensorRT's reason, and advice."""
     title = f"{library.title} {library.version}"
-    lacking = re.findall(r"sm(\d+)", match["targets"]) if (match := TARGETS.search(str(refused))) else []
-    without = [target for target in targets if str(target) not in lacking]
-    if lacking and without:
-        return UserError(
-            f"backend.compute_capabilities={list(targets)}: {title} refuses the graph of kv={policy.name}: {refused}; "
-            f"set backend.compute_capabilities={str(without).replace(' ', '')}"
-        )
     return UserError(
         f"kv={policy.name}: {title} refuses its graph: {refused}; choose other formats, or backend=onnxruntime, which runs it"
     )
@@ -187,7 +176,7 @@ def build_bundle(
                 plan = build(plans[mode], limits.ranges(mode), targets)
                 (out / PLANS[mode]).write_bytes(plan)
             except GraphRefusal as refused:
-                raise refusal(trt, policy, refused, targets) from refused
+                raise refusal(trt, policy, refused) from refused
     link_or_copy(onnx_bundle / WEIGHTS_FILE, out / WEIGHTS_FILE)
     begin_bundle(onnx_bundle, out, policy, scales, described.shape)
     capabilities = [gpu["compute_cap"]] if gpu is not None else [f"{target // 10}.{target % 10}" for target in targets]

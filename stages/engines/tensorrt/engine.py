@@ -8,18 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.core.errors import MissingRequirement, UserError
-from stages.core.hardware import gpus
+from stages.core.errors import UserError
 from stages.core.memory import GIB
 from stages.core.records import PREFILL_CHUNK, StoredCopy
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
+from stages.engines.gpu import require_gpu
 from stages.engines.interface import Logits
 from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.paged.engine import PagedEngine
 from stages.engines.staging import allocate_aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
-from stages.engines.tensorrt.library import Library, Name, load, used_gpu
+from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import CudaDevice, PlanSession
 from stages.engines.tensorrt.shapes import PlanLimits, bucket, plan_run
@@ -47,14 +47,9 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
     Raises MissingRequirement if the GPU, its driver or a CUDA build of torch is missing.
     """
     capabilities = " or ".join(built.compute_capabilities)
-    if not gpus() and not torch.cuda.is_available():
-        raise MissingRequirement(
-            f"backend={library.name}: this machine has no NVIDIA GPU with a driver (no nvidia-smi, and torch "
-            f"{torch.__version__} sees no CUDA device); the plans need a GPU of compute capability (SM) {capabilities} and "
-            f"{library.title} {built.version}"
-        )
-    _, capability = used_gpu(library.name)
-    return BuiltFor(library=library.title, version=library.version, compute_capabilities=[capability])
+    needs = f"{library.title} {built.version} and a GPU of compute capability (SM) {capabilities}"
+    gpu = require_gpu(f"backend={library.name}", f"run the plans on a machine with {needs}")
+    return BuiltFor(library=library.title, version=library.version, compute_capabilities=[gpu.capability])
 
 
 class PlanEngine(PagedEngine):

@@ -6,7 +6,6 @@ from importlib import metadata
 from typing import Any, Literal
 
 from stages.core.errors import MissingRequirement
-from stages.core.hardware import gpus
 from stages.engines.bundle import release_of
 
 Name = Literal["tensorrt_rtx", "tensorrt"]
@@ -68,20 +67,6 @@ def load(name: Name) -> Library:
         requirement = f"{TITLES[name]} >= {'.'.join(map(str, oldest))} and < {'.'.join(map(str, limit))}"
         raise MissingRequirement(f"backend={name} needs {requirement}, found {trt.__version__}: {HOW_TO_GET[name]}")
     return Library(name, trt, _collector(trt))
-
-
-def used_gpu(backend: Name) -> tuple[str, str]:
-    """Return name and compute capability of CUDA's current GPU. Raises MissingRequirement if torch cannot use a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        names = " and ".join(gpu["name"] for gpu in gpus())
-        raise MissingRequirement(
-            f"backend={backend}: torch {torch.__version__} cannot use the GPU here ({names}): install a CUDA build of torch "
-            "(pip install torch --index-url https://download.pytorch.org/whl/cu130)"
-        )
-    major, minor = torch.cuda.get_device_capability()
-    return torch.cuda.get_device_name(), f"{major}.{minor}"
 
 
 def _collector(trt: Any) -> Any:

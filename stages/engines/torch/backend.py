@@ -66,7 +66,7 @@ class TorchBackend(Backend[TorchConfig]):
         """Return the device and its settings, with the GPU's identity, because another GPU must not reuse results."""
         if not self._finds_gpu():
             return {"threads": self.config.threads, "device": "cpu"}
-        from stages.engines.reference.device import gpu_identity
+        from stages.engines.gpu import gpu_identity
 
         return {"threads": self.config.threads, **gpu_identity(), "compute_dtype": self.config.compute_dtype}
 
@@ -104,7 +104,7 @@ class TorchBackend(Backend[TorchConfig]):
         """
         if self.config.device == "cpu":
             return False
-        from stages.engines.reference.device import resolve_device
+        from stages.engines.gpu import resolve_device
 
         return resolve_device(self.config.device) == "cuda"
 

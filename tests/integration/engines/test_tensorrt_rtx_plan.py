@@ -139,14 +139,15 @@ def test_the_plans_hold_no_weights_which_are_inputs_of_both(plans: tuple[Path, P
         assert not [name for name, values in expected.items() if values.reshape(-1)[:32].tobytes() in plan]
 
 
-def test_a_gpu_without_a_type_is_named_with_other_targets(decoder: Path, tmp_path: Path) -> None:
+def test_a_refused_graph_is_named_with_the_librarys_reason(decoder: Path, tmp_path: Path) -> None:
     onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", BY_NAME["fp8"])
-    with pytest.raises(UserError, match=r"^backend\.compute_capabilities=\[80, 89\].*kv=fp8: .*sm80.*=\[89\]$"):
+    with pytest.raises(UserError, match=r"^kv=fp8: TensorRT for RTX .* refuses its graph: .*sm80.*; choose other formats"):
         make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=[80, 89])
 
 
 def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other differences: tests/unit/engines/test_plan_keys.py."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")

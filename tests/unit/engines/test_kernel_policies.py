@@ -15,8 +15,8 @@ from pipeline.config.compose import plan
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import ROUNDING, Job, open_backend
+from stages.engines.gpu import gpu_identity, resolve_device
 from stages.engines.paged.kernel_layout import check_kernels
-from stages.engines.reference.device import gpu_identity, resolve_device
 from stages.engines.torch.backend import FLOAT16_WEIGHTS
 from stages.engines.torch.config import TorchConfig
 from stages.policies.formats import Format
@@ -88,7 +88,7 @@ def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pyt
     assert [resolve_device(device) for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert gpu_identity() == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
     with monkeypatch.context() as patch:
-        patch.setattr("stages.engines.reference.device.find_spec", lambda _: None)
+        patch.setattr("stages.engines.gpu.find_spec", lambda _: None)
         with refused(MissingRequirement, "backend.device=auto needs triton, which is not installed here"):
             resolve_device("auto")
     pretend_gpu(monkeypatch, present=True, capability=(7, 5))
@@ -96,10 +96,12 @@ def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pyt
         resolve_device("auto")
     pretend_gpu(monkeypatch, present=False)
     assert resolve_device("auto") == resolve_device("cpu") == "cpu"
-    with refused(MissingRequirement, "backend.device=cuda: torch finds no NVIDIA GPU here"):
+    missing = f"backend.device=cuda: torch {torch.__version__} finds no NVIDIA GPU here; set backend.device=cpu. On a machine"
+    with refused(MissingRequirement, missing):
         resolve_device("cuda")
+    pretend_gpu(monkeypatch, present=True)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with refused(MissingRequirement, "backend.device=cuda needs a CUDA build of torch"):
+    with refused(MissingRequirement, missing):
         resolve_device("cuda")
 
 

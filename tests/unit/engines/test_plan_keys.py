@@ -52,6 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with TensorRT and a GPU. TensorRT's distribution is named tensorrt_cu13, not tensorrt."""
     monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: _Library)
     monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [GPU])
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: GPU["name"])
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
@@ -98,19 +99,19 @@ def test_running_plans_needs_torch_but_no_build_libraries(tmp_path: Path, machin
 @pytest.mark.parametrize(
     ("lacking", "stage", "kv", "message"),
     [
-        ("gpu", "build", "fp8k_int4v", r"has no GPU with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without a GPU"),
-        ("torch", "all", "fp8k_int4v", "install a CUDA build of torch"),
+        ("driver", "build", "fp8k_int4v", "^backend=tensorrt needs the driver's version .*: install nvidia-smi"),
+        ("torch", "all", "fp8k_int4v", "^backend=tensorrt: .*; use backend=tensorrt_rtx, .* a CUDA build of torch"),
         ("triton", "build", "fp8k_int4v", r"needs Triton .*triton>=3"),
         ("triton", "evaluate", "int8_asym", "needs Triton"),  # the kernels support the baseline's keys
         ("triton", "build", "int8_asym", None),
-        ("gpu", "quantize", "fp8k_int4v", None),
+        ("torch", "quantize", "fp8k_int4v", None),
         ("nothing", "all", "fp8k_int4v", None),
     ],
 )
 def test_missing_requirements_of_plans_are_named_before_any_work(
     lacking: str, stage: str, kv: str, message: str | None, tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
-    present = {"gpu": ("stages.engines.tensorrt.backend.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
+    present = {"driver": ("stages.engines.tensorrt.backend.gpus", list), "torch": ("torch.cuda.is_available", lambda: False),
              "triton": ("stages.engines.tensorrt.backend.triton_version", lambda: None)}  # fmt: skip
     if lacking in present:
         machine.setattr(*present[lacking])

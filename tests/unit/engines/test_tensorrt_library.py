@@ -80,10 +80,9 @@ def test_a_type_that_tensorrt_lacks_is_refused_before_any_work(policy: KVPolicy,
 GPUS = [{"name": name, "compute_cap": "9.0", "driver_version": "580.1"} for name in ("NVIDIA H100", "NVIDIA L40S")]
 
 
-def test_plans_are_built_for_the_gpu_that_cuda_uses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plans_are_built_for_the_gpu_that_cuda_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: GPUS)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L40S")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
