@@ -6,7 +6,7 @@ contain the plugin's code.
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from stages.engines.bundle import BuiltFor, begin_bundle, open_bundle, write_bun
 from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle, ModelInfo
 from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, weights_to_inputs
 from stages.engines.tensorrt.library import Library, Name, load
-from stages.engines.tensorrt.shapes import PlanLimits, Range, prefill_rows
+from stages.engines.tensorrt.shapes import PlanLimits, Range
 from stages.policies.policy import POLICY_FILE, KVPolicy
 from stages.policies.scales import SCALES_FILE
 
@@ -163,8 +163,6 @@ def build_bundle(
     with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
         if adapt is not None:
             graphs, native = adapt(graphs, Path(scratch), described.model, limits)
-        rows = prefill_rows(limits, described.model.q_heads, native=adapt is None or bool(native))
-        limits = replace(limits, prefill_rows=rows)
         for done, (mode, graph) in enumerate(graphs.items()):
             progress("plans", done, len(graphs))
             open_graph = Path(scratch, f"{mode}.onnx")
@@ -189,7 +187,6 @@ def build_bundle(
         weights=weights,
         max_batch=max_batch,
         max_tokens=max_tokens,
-        prefill_rows=limits.prefill_rows,
         inputs={mode: plan.inputs for mode, plan in plans.items()},
         outputs={mode: plan.outputs for mode, plan in plans.items()},
         files={name: file_digest(out / name) for name in names},

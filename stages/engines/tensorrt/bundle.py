@@ -65,15 +65,13 @@ class PlanRecord(Bundle):
     """Inputs of the plans whose values are in `weights.bin`."""
     max_batch: int
     max_tokens: int
-    prefill_rows: int
-    """Maximum sequences of a prefill run."""
     inputs: dict[str, list[GraphTensor]]
     """The graph's inputs as TensorRT parsed them, by plan (`prefill` or `decode`)."""
     outputs: dict[str, list[GraphTensor]]
 
     def limits(self, policy: KVPolicy) -> PlanLimits:
         """Return the sizes that the plans were built for."""
-        return PlanLimits(policy, self.max_batch, self.max_tokens, self.prefill_rows)
+        return PlanLimits(policy, self.max_batch, self.max_tokens)
 
 
 def weights_to_inputs(model: onnx.ModelProto) -> list[Weight]:

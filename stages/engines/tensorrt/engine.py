@@ -22,7 +22,7 @@ from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import CudaDevice, PlanSession
-from stages.engines.tensorrt.shapes import PlanLimits, bucket, plan_run
+from stages.engines.tensorrt.shapes import PlanLimits, bucket
 from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
@@ -116,67 +116,37 @@ class PlanEngine(PagedEngine):
         values: npt.NDArray[np.float32] = constant.cpu().numpy().copy()
         return values
 
-    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """Prefill prompts like ChunkedEngine, but with chunks of several prompts in one run."""
-        handles: list[int] = []
-        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
-        prefilled = [0] * len(prompts)
-        try:
-            for prompt in prompts:
-                handles.append(self._start())
-                self._reserve(handles[-1:], len(prompt))
-            while any(lengths := [len(prompt) - stored for prompt, stored in zip(prompts, prefilled, strict=True)]):
-                planned = plan_run(lengths, self.prefill_chunk, self._limits.prefill_rows)
-                sizes = [size for _, size in planned]
-                ids = np.zeros((len(planned), max(sizes)), np.int64)
-                for row, (i, size) in zip(ids, planned, strict=True):
-                    row[:size] = prompts[i][prefilled[i] : prefilled[i] + size]
-                logits[[i for i, _ in planned]] = self._run_chunks("prefill", [handles[i] for i, _ in planned], ids, sizes)
-                for i, size in planned:
-                    prefilled[i] += size
-        except BaseException:
-            self.release(handles)
-            raise
-        return handles, logits
-
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
-        return self._run_chunks(mode, handles, ids, [ids.shape[1]] * len(handles))
-
-    def _run_chunks(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64], sizes: Sequence[int]) -> Logits:
         """Run a step like PagedEngine's `_run`, at a padded shape.
 
-        Row b of `ids` has `sizes[b]` tokens; the longest row has no padding. Padding rows have an empty cache. Padding of the
-        page table is masked. Padding tokens come after their row's tokens, which therefore ignore them.
+        Padding rows have an empty cache. Padding of the page table is masked. Padding tokens come after their row's tokens,
+        which therefore ignore them.
         """
         batch, columns = ids.shape
         tables = self.pool.tables(handles)
         positions = tables["lengths"][:, None].astype(np.int64) + np.arange(columns)
-        inputs = {"input_ids": ids, "position_ids": positions, "last": np.array(sizes) - 1, **tables}
+        inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, columns - 1), **tables}
         with self._device.running():
             step = self._sessions[mode].step(**self._sizes(mode, batch, columns, tables["page_table"].shape[1]))
             for name, values in inputs.items():
                 step.put(name, values)
             pool = self.pool
             windows = pool.window_state(handles)
-            pool.put_places(step, handles, sizes)
+            pool.put_places(step, handles, columns)
             step.upload()
             step.run()
             logits, stored = step.read()
             if not stored:
                 pool.restore(windows)
-                sums = step.outputs[NOT_FINITE][:batch].float().cpu().numpy()
-                for row, size in zip(sums, sizes, strict=True):
-                    row[:, size:] = 0  # padding
-                self._refuse(sums, handles)
-            for handle, size in zip(handles, sizes, strict=True):
-                pool.advance([handle], size)
+                self._refuse(step.outputs[NOT_FINITE][:batch, :, :columns].float().cpu().numpy(), handles)
+            pool.advance(handles, columns)
         return logits[:batch].astype(np.float32)  # a copy, because the next step overwrites the results
 
     def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
         """Return dimension -> the size that a run is padded to."""
         limits = self._limits
         return {
-            "B": bucket(batch, limits.prefill_rows if mode == "prefill" else limits.max_batch),
+            "B": bucket(batch, limits.max_batch),
             "S": 1 if mode == "decode" else bucket(tokens, limits.chunk),
             "P": bucket(pages, limits.sequence_pages),
             "Y": max(1, limits.sequence_window_pages),

@@ -16,7 +16,7 @@ import torch
 
 from stages.core.errors import UserError
 from stages.engines.onnx.bundle import NOT_FINITE
-from stages.engines.paged.pool import Indices, PagedPool
+from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.engines.staging import Section, allocate_stacked, saturated_product
 from stages.engines.tensorrt.session import PlanStep
@@ -134,30 +134,22 @@ class TorchPool(PagedPool):
         counts = {"tokens": sizes["B"], "stored_places": len(places)}
         return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
 
-    def put_places(self, step: PlanStep, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set the places of the next `tokens[i]` tokens of every sequence i.
+    def put_places(self, step: PlanStep, handles: Sequence[int], tokens: int) -> None:
+        """Set the places of every sequence's next `tokens` tokens.
 
-        A list is padded with its first place, so that the same value is written there again. An empty list is not
-        used.
+        A list is padded with its first place, so that the same value is written there again. An empty list is not used.
         """
         columns = step.inputs["input_ids"].shape[1]
-        places_of: dict[str, list[Indices]] = {name: [] for name in self._kinds}
-        for size in sorted(set(tokens)):
-            rows = np.flatnonzero(np.array(tokens) == size)
-            places = self.places([handles[row] for row in rows], size)
-            for name, (allocator, i) in self._kinds.items():
-                chosen, number, slot = places[allocator][i]
-                places_of[name].append(np.stack([rows[chosen // size] * columns + chosen % size, number, slot]))
-        counts = []
-        for name, parts in places_of.items():
-            chosen = np.concatenate(parts, 1)
-            counts.append(chosen.shape[1])
+        places, counts = self.places(handles, tokens), []
+        for name, (allocator, i) in self._kinds.items():
+            chosen, number, slot = places[allocator][i]
+            counts.append(chosen.size)
             filled = np.zeros(tuple(step.inputs[name].shape), np.int64)
             if chosen.size:
-                filled[:] = chosen[:, :1]
-                filled[:, : chosen.shape[1]] = chosen
+                filled[:, : chosen.size] = chosen // tokens * columns + chosen % tokens, number, slot
+                filled[:, chosen.size :] = filled[:, :1]
             step.put(name, filled)
-        step.put("tokens", np.array(tokens, np.int32))
+        step.put("tokens", np.full(len(handles), tokens, np.int32))
         step.put("stored_places", np.array(counts, np.int32))
 
     def results(self, step: PlanStep) -> Sequence[torch.Tensor]:

@@ -4,12 +4,12 @@ Dimensions are named as in the graphs: B sequences, S new tokens per sequence, P
 pool, M exact buffers, Y pages of a sequence in the window, NW pages of the window's pool.
 
 The function body of attention gathers and scores all positions of the page table, and a plan's memory is sized for the largest
-table, even if the actual sequences are short. This limits the number of prompts that can prefill together. The attention plugin
-has no such tensor, and its kernels compute addresses in 64 bits.
+table, even if the actual sequences are short. So prompts are prefilled one at a time. The attention plugin has no such tensor,
+and its kernels compute addresses in 64 bits.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +21,6 @@ from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count
 
 MAX_ELEMENTS = 2**31 - 1
 """Maximum elements of a tensor: TensorRT's layers index in 32 bits (NVIDIA/TensorRT issues 1948, 3815, 4123)."""
-
-MAX_PREFILL_ROWS = 4
-"""Maximum prompts of a prefill run. Four full chunks keep the GPU busy, and memory for the activations of all four is always
-allocated."""
-
-MAX_SHARED_ELEMENTS = 2**29
-"""Maximum elements of a function body's scores in a run of several prompts: 1 GiB in float16. One prompt may have more."""
 
 
 class Range(NamedTuple):
@@ -44,8 +37,6 @@ class PlanLimits:
     policy: KVPolicy
     max_batch: int
     max_tokens: int
-    prefill_rows: int = 1
-    """Maximum sequences of a prefill run, from the function `prefill_rows`."""
 
     @property
     def sequence_pages(self) -> int:
@@ -75,7 +66,7 @@ class PlanLimits:
 
     def ranges(self, mode: str) -> dict[str, Range]:
         """Return the range of every dimension. Pools have a fixed size, so that their addresses and shapes never change."""
-        rows = self.prefill_rows if mode == "prefill" else self.max_batch
+        rows = 1 if mode == "prefill" else self.max_batch
         largest = {"B": rows, "P": self.sequence_pages, "S": self.chunk}
         fixed = {"Y": max(1, self.sequence_window_pages), **self.fixed}
         return {name: Range(1, n) for name, n in largest.items()} | {name: Range(n, n) for name, n in fixed.items()}
@@ -99,33 +90,11 @@ def bucket(size: int, largest: int) -> int:
     return min(largest, 1 << (size - 1).bit_length())
 
 
-def plan_run(lengths: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]]:
-    """Return (index of the prompt, number of tokens) for every prompt that takes part in a prefill run.
-
-    A prompt is always cut into the same chunks, because its tokens attend to earlier chunks through the quantized
-    cache. Only chunks in the first prompt's bucket run together, because padding would multiply the work of a short chunk.
-
-    >>> plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=4)
-    [(1, 700), (3, 1024), (4, 600)]
-    """
-    sizes = [(i, min(chunk, tokens)) for i, tokens in enumerate(lengths) if tokens]
-    first = bucket(sizes[0][1], chunk)
-    return [(i, size) for i, size in sizes if bucket(size, chunk) == first][:rows]
-
-
 def pad(values: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
     """Return `values`, padded with zeros at the end of every dimension to `shape`."""
     out = np.zeros(shape, values.dtype)
     out[tuple(slice(size) for size in values.shape)] = values
     return out
-
-
-def prefill_rows(limits: PlanLimits, q_heads: int, *, native: bool) -> int:
-    """Return the maximum prompts of a prefill run. `native`: whether any layer's attention runs without the plugin."""
-    rows = min(MAX_PREFILL_ROWS, limits.max_batch)
-    if not native:
-        return rows
-    return max(1, min(rows, MAX_SHARED_ELEMENTS // _scores_of_chunks(replace(limits, prefill_rows=1), q_heads)))
 
 
 def check_extents(
@@ -158,4 +127,4 @@ def _positions(limits: PlanLimits) -> int:
 
 def _scores_of_chunks(limits: PlanLimits, q_heads: int) -> int:
     """Return the number of elements of a prefill run's scores."""
-    return limits.prefill_rows * q_heads * limits.chunk * (_positions(limits) + limits.chunk)
+    return q_heads * limits.chunk * (_positions(limits) + limits.chunk)

@@ -79,8 +79,8 @@ def patch_not_finite(*place: int) -> Iterator[None]:
 def test_steps_and_chunks_equal_those_of_onnx_runtime(name: str, pairs: dict[str, Pair]) -> None:
     """Compare with the ONNX engine.
 
-    Covers chunks that begin within pages, windows that move within a run, tails that join later runs, padded rows and
-    columns, and then corrupted scales, launched and replayed.
+    Covers chunks that begin within pages, windows that move within a run, padded rows and columns, and then corrupted scales,
+    launched and replayed.
     """
     rng = np.random.default_rng(0)
     (engine, _, fakes), expected = pairs[name].tensorrt(), pairs[name].onnx()
@@ -89,9 +89,9 @@ def test_steps_and_chunks_equal_those_of_onnx_runtime(name: str, pairs: dict[str
     (handles, logits), (expected_handles, expected_logits) = engine.prefill(prompts), expected.prefill(prompts)
     np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
     assert stored_bytes(engine, handles) == stored_bytes(expected, expected_handles)
-    # 100, 95 and 100 tokens, then 70 and 100, then 55
-    assert [context.sizes["B"] for context in fakes["prefill"].contexts] == [3, 2, 1]
-    assert sum(context.runs for context in fakes["prefill"].contexts) == 3
+    contexts = fakes["prefill"].contexts
+    assert {context.sizes["B"] for context in contexts} == {1}
+    assert sum(context.runs for context in contexts) == 6, "100 and 70 tokens, 95, and 100, 100 and 55"
     for turn in range(8):
         for each_engine in (engine, expected):
             if turn == 3:
@@ -106,16 +106,19 @@ def test_steps_and_chunks_equal_those_of_onnx_runtime(name: str, pairs: dict[str
     assert stored_bytes(engine, handles) == stored_bytes(expected, expected_handles)
 
 
-def test_prompts_that_are_refused_together_leave_nothing(pairs: dict[str, Pair]) -> None:
+def test_a_refused_prompt_leaves_nothing_of_its_batch(pairs: dict[str, Pair]) -> None:
     engine, expected = pairs["fp8k_int4v"].tensorrt()[0], pairs["fp8k_int4v"].onnx()
     (live, _), (other, _) = engine.prefill([[3] * 80]), expected.prefill([[3] * 80])
     before, in_use, value = pool_bytes(engine), engine.pool.in_use, engine.shape.kv_heads
-    refused = pytest.raises(UserError, match=r"value of layer 0, token 6 of sequence \d+ is not finite")
-    with patch_not_finite(1, value, 6), refused:
-        engine.prefill([[1] * 5, [2] * 7])
-    assert same(before, pool_bytes(engine))
+    message = r"value of layer 0, token 6 of sequence \d+ is not finite"
+    with patch_not_finite(0, value, 6):
+        with pytest.raises(UserError, match=message):
+            engine.prefill([[2] * 7])
+        assert same(before, pool_bytes(engine))
+        with pytest.raises(UserError, match=message):
+            engine.prefill([[1] * 5, [2] * 7])  # token 6 is padding of the first prompt
     assert engine.pool.in_use == in_use
-    with patch_not_finite(0, value, 6):  # the shorter prompt's padding
+    with patch_not_finite(0, value, 7):  # padding
         (handles, logits), (expected_handles, expected_logits) = (
             engine.prefill([[1] * 5, [2] * 7]),
             expected.prefill([[1] * 5, [2] * 7]),

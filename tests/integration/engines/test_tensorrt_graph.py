@@ -60,7 +60,7 @@ def make_plugin_graphs(onnx_bundle: Path, policy: KVPolicy) -> PluginGraphs:
     model, prefill = (onnx.load(onnx_bundle / f"{mode}.onnx", load_external_data=False) for mode in PLANS)
     layers = use_plugin(model, described.model, policy, "decode", programs=COUNT, sm=SM)
     assert use_plugin(prefill, described.model, policy, "prefill", programs=COUNT, sm=SM) == layers
-    return PluginGraphs(onnx_bundle, described, model, prefill, layers, PlanLimits(policy, 4, 512, prefill_rows=3))
+    return PluginGraphs(onnx_bundle, described, model, prefill, layers, PlanLimits(policy, 4, 512))
 
 
 def run_attention(plugin_graphs: PluginGraphs, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +15,6 @@ from stages.engines.tensorrt.shapes import (
     MAX_ELEMENTS,
     PlanLimits,
     check_extents,
-    plan_run,
-    prefill_rows,
 )
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Window
@@ -61,6 +58,7 @@ def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
     assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_window_pages
     assert limits.ranges("decode")["Y"].largest == 3
     assert limits.fixed == {"N": 192, "M": 3, "NW": 9}
+    assert [limits.ranges(mode)["B"].largest for mode in ("prefill", "decode")] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -100,20 +98,3 @@ def test_a_pool_must_have_fewer_than_2_31_elements(max_batch: int, max_tokens: i
     expected = r"^backend\.max_batch=64, backend\.max_tokens=32768: .* 2,147,483,648 elements, .*; lower one"
     with pytest.raises(UserError, match=expected) if too_many else nullcontext():
         check_extents(FP16_POLICY, LLAMA, Q_HEADS, range(2), max_batch=max_batch, max_tokens=max_tokens)
-
-
-@pytest.mark.parametrize(
-    ("max_batch", "max_tokens", "native", "rows"),
-    [(64, 1 << 20, False, 4), (3, 1024, False, 3), (64, 3072, True, 4), (64, 3136, True, 3), (64, 8192, True, 1)],
-)
-def test_function_bodies_limit_the_prompts_that_prefill_together(
-    max_batch: int, max_tokens: int, native: bool, rows: int
-) -> None:
-    limits = PlanLimits(FP16_POLICY, max_batch, max_tokens)
-    assert prefill_rows(limits, Q_HEADS, native=native) == rows
-    assert replace(limits, prefill_rows=rows).ranges("prefill")["B"].largest == rows
-    assert limits.ranges("decode")["B"].largest == max_batch
-
-
-def test_a_prefill_run_takes_chunks_of_one_bucket() -> None:
-    assert plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=2) == [(1, 700), (3, 1024)]
