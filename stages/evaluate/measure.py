@@ -102,7 +102,11 @@ def measure(
     items = encoded if known is None else known.scored(encoded)
     label = prefix_labels(progress, "baseline: ") if baseline is None else progress
     logprobs = None if baseline is None else stored_logprobs(baseline / LOGPROBS)
-    comparison = None if reference is None else _comparison(engine, reference, known, items, config, label)
+    comparison = None
+    if reference is not None:  # a candidate's allowed distance depends on the baseline's
+        comparer = SequenceComparer(engine, reference.with_limits_of(None if known is None else known.conformance))
+        chosen = spread(items, config.conformance_samples)
+        comparison = ForcedDecodeComparison(comparer, items, chosen, config.batch_size, label)
     folder = ResultFolder(out / UNFINISHED / "references")
     repeated = {item.sample.id for item in repeated_samples(items, config)}
     run = partial(run_samples, engine, batch_size=config.batch_size, logprobs=logprobs)
@@ -192,9 +196,8 @@ def run_samples(
             for row, token in enumerate(event.tokens):
                 item = encoded[token.sample]
                 if token.sample not in scores:
-                    name = item.sample.id
-                    recorded: list[LogProbs] | None = [] if logprobs is None or name in repeated else None
-                    scores[token.sample] = _Scores(logprobs and logprobs(name), recorded)
+                    recorded: list[LogProbs] | None = [] if logprobs is None or item.sample.id in repeated else None
+                    scores[token.sample] = _Scores(logprobs and logprobs(item.sample.id), recorded)
                 scores[token.sample].add(item.reference[token.position], distributions, row, token.greedy)
             if observe is not None:
                 observe(event)
@@ -213,19 +216,6 @@ def run_samples(
         else:
             progress("answers [samples]", len(results), len(encoded))
     return [results[i] for i in range(len(encoded))]
-
-
-def _comparison(
-    engine: Engine,
-    reference: ReferenceEngine,
-    known: Round | None,
-    items: Sequence[EncodedSample],
-    config: WorkloadsConfig,
-    progress: Progress,
-) -> ForcedDecodeComparison:
-    """Set up the comparison. `known`: the baseline's round, which determines a candidate's allowed distance."""
-    comparer = SequenceComparer(engine, reference.with_limits_of(None if known is None else known.conformance))
-    return ForcedDecodeComparison(comparer, items, spread(items, config.conformance_samples), config.batch_size, progress)
 
 
 def _conformance(
