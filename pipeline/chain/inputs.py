@@ -1,6 +1,6 @@
 """Checks that run before any work: the files that the configuration names, the policy, and the backend's requirements."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -120,12 +120,8 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         speculation = config.workloads.speculation
         if speculation is not None and speculation.draft is not None:
             check_draft(speculation.draft, checkpoint.path)
-        if facts.judges and samples and is_folder:
-            from stages.evaluate.inputs.tokens import check_lengths
-
-            check_lengths(samples, checkpoint.path, config.workloads, *_context_limit(config, checkpoint))
-        if facts.judges and config.workloads.lengths and is_folder:
-            _check_shortest(config, checkpoint)
+        if facts.judges and (samples or config.workloads.lengths):
+            _check_tokens(config, checkpoint, samples)
         if is_folder:  # last, since it imports torch and transformers
             from stages.checkpoints.loading import expected_tensors
 
@@ -189,13 +185,19 @@ def _check_context(
         check_memory(key, cache, sequences, tokens, batch_key)
 
 
-def _check_shortest(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse a length that is too short for the records and questions of a document in this model's tokens."""
+def _check_tokens(config: Config, checkpoint: CheckpointInfo, samples: Sequence[Sample]) -> None:
+    """Refuse samples that are too long, or a length too short for a document's records, in this model's tokens."""
+    from stages.checkpoints.intake.opening import tokenizer_directory
     from stages.evaluate.inputs.lengths import fit_lengths, long_samples
-    from stages.evaluate.inputs.tokens import BundleTokenizer
+    from stages.evaluate.inputs.tokens import BundleTokenizer, check_lengths
 
-    shortest = config.workloads.model_copy(update={"lengths": [min(config.workloads.lengths)]})
-    fit_lengths(long_samples(shortest), BundleTokenizer(checkpoint.path), shortest)
+    workloads = config.workloads
+    with tokenizer_directory(checkpoint) as directory:
+        if samples:
+            check_lengths(samples, directory, workloads, *_context_limit(config, checkpoint))
+        if workloads.lengths:
+            shortest = workloads.model_copy(update={"lengths": [min(workloads.lengths)]})
+            fit_lengths(long_samples(shortest), BundleTokenizer(directory), shortest)
 
 
 def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:

@@ -132,6 +132,8 @@ CASES = [
     *(BadInput(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *expected),
                text_file("m.gguf", content)) for name, content, expected in GGUFS),
     *(BadInput(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
+    BadInput("a length too short for a GGUF's tokens", ("model=smollm2", "workloads.lengths=[300]"),
+             ("workloads.lengths=300", "give at least 832"), loads_model=True),
     *(BadInput(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), with_path("x", make))
       for key, more in (("workloads.jsonl", ()), ("monitor.snapshot", ("stage=monitor",)))
       for what, make in (("a pipe", os.mkfifo), ("a directory", Path.mkdir), ("100 GB", sparse_file(100 << 30)))),

@@ -28,21 +28,30 @@ def check_loadable(info: CheckpointInfo) -> None:
         UserError: The tokenizer cannot be loaded or is inconsistent, the chat template refuses a greeting or exceeds its
             limits, or a weight is not finite.
     """
-    if info.path.is_dir():
-        from stages.checkpoints.intake.finite import check_finite
+    from stages.checkpoints.intake.finite import check_finite, check_finite_gguf
 
+    if info.path.is_dir():
         check_finite(info)
-        _check_tokenizer(info, info.path)
     else:
         from stages.checkpoints.gguf.model import inspect_gguf
-        from stages.checkpoints.gguf.tokenizer import write_tokenizer
-        from stages.checkpoints.intake.finite import check_finite_gguf
 
-        model = inspect_gguf(info.path)
-        check_finite_gguf(model.header)
-        with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
-            write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
-            _check_tokenizer(info, Path(scratch))
+        check_finite_gguf(inspect_gguf(info.path).header)
+    with tokenizer_directory(info) as directory:
+        _check_tokenizer(info, directory)
+
+
+@contextmanager
+def tokenizer_directory(info: CheckpointInfo) -> Iterator[Path]:
+    """Yield a directory with the tokenizer's files: the checkpoint, or for a GGUF a temporary directory."""
+    if info.path.is_dir():
+        yield info.path
+        return
+    from stages.checkpoints.gguf.model import inspect_gguf
+    from stages.checkpoints.gguf.tokenizer import write_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        write_tokenizer(inspect_gguf(info.path).vocabulary, info.max_positions, Path(scratch))
+        yield Path(scratch)
 
 
 def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
