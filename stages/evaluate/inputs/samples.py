@@ -4,7 +4,7 @@ docs/questions.md#my-questions describes the keys of a line.
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -84,14 +84,14 @@ MAX_PROBLEMS = 20
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     """Read samples from a JSONL file. A line without an id gets one of the file's name and the line's number.
 
-    Raises UserError with one line per problem, for example for an id in `taken`.
+    Raises UserError with one line per problem, for example for an id in `taken`. Equal problems of several lines are one line.
     """
     try:
         lines = read_user_file("workloads.jsonl", path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     samples: dict[int, Sample] = {}
-    problems: list[str] = []
+    lines_by_problem: dict[str, list[int]] = {}
     used_ids = set(taken)
     lines_by_question: dict[tuple[object, ...], int] = {}
     for number, text in enumerate(lines, start=1):
@@ -105,16 +105,14 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             if first != number:  # it would count as evidence twice
                 raise UserError(f"line: repeats the question and the reference of line {first}, leave it out")
         except UserError as error:
-            problems += [f"{path}:{number}: {problem}" for problem in str(error).split("\n")]
+            for problem in str(error).split("\n"):
+                lines_by_problem.setdefault(problem, []).append(number)
         else:
             used_ids.add(sample.id)
             samples[number] = sample
-    if problems:
+    if lines_by_problem:
         _refuse_json(path, lines)
-        listed_problems, more = problems[:MAX_PROBLEMS], len(problems) - MAX_PROBLEMS
-        if more > 0:
-            listed_problems.append(f"{path}: {more:,} more problems, correct these first")
-        raise UserError("\n".join(listed_problems))
+        raise UserError("\n".join(_list_problems(path, lines_by_problem)))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
     for number, sample in samples.items():
@@ -122,6 +120,16 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             samples[number] = replace(sample, id=_free_id(f"{path.stem}-{number:04d}", used_ids))
             used_ids.add(samples[number].id)
     return list(samples.values())
+
+
+def _list_problems(path: Path, lines_by_problem: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return a line per problem with its first line of the file, at most MAX_PROBLEMS of them."""
+    listed = []
+    for problem, (first, *others) in list(lines_by_problem.items())[:MAX_PROBLEMS]:
+        more = f" (also in {len(others):,} more line{'s' if len(others) > 1 else ''})" if others else ""
+        listed.append(f"{path}:{first}: {problem}{more}")
+    unlisted = len(lines_by_problem) - MAX_PROBLEMS
+    return [*listed, f"{path}: {unlisted:,} more problems, correct these first"] if unlisted > 0 else listed
 
 
 def _refuse_json(path: Path, lines: Sequence[str]) -> None:

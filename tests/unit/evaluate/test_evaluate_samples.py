@@ -99,6 +99,15 @@ def test_every_bad_line_is_reported_at_once(tmp_path: Path) -> None:
     assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["1", "3", "3"]
 
 
+def test_a_problem_of_many_lines_is_reported_once(tmp_path: Path) -> None:
+    wrong = [{"prompt": f"question {i}", "answer": "a"} for i in range(60)]
+    with pytest.raises(UserError) as caught:
+        read_jsonl(write(tmp_path, GOOD, *wrong), set())
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 2
+    assert all("mine.jsonl:2: " in line and line.endswith("(also in 59 more lines)") for line in lines)
+
+
 CHAT = Sample(
     id="chat-1", workload="w", reference="blue",
     messages=(("system", "Be brief."), ("user", "Which colour?"), ("assistant", "Of what?"), ("user", "The sky.")),
