@@ -171,7 +171,11 @@ def run_case(case: Case, work: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.cost", "--measure", str(out), *overrides, f"workdir={folder}/work"]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         subprocess.run(command, check=False, cwd=ROOT, stdout=sys.stderr, env=environment)
+        if not out.exists():
+            raise RuntimeError(f"{case.name}: the command ended without figures")
         measured = json.loads(out.read_text())
+    if measured["exit_code"] not in (0, 3):
+        raise RuntimeError(f"{case.name}: exit code {measured['exit_code']}")
     parameters = read_model(locate_checkpoint(path)).parameters
     return {**asdict(case), "parameters": parameters, **measured, "commit": checkout()}
 

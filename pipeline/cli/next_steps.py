@@ -254,6 +254,8 @@ def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str
     if finer is None:
         if largest >= FP16_POLICY.bytes_per_token(SHAPE):
             return NextStep("no finer policy is left")
+        if isinstance(config.backend, InterpreterConfig):  # most of these libraries hold one format in all layers
+            return NextStep("no finer policy is left; stay with kv=fp16")
         place = "docs/policies.md#change-a-policy-on-the-command-line"
         return NextStep(f"stay with kv=fp16, or keep single layers in 16 bits with kv.overrides ({place})")
     still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`

@@ -224,8 +224,8 @@ def _plan_jobs(overrides: list[Override], multirun: bool, parser: OverridesParse
     first = next((o for o in overrides if o.is_sweep_override()), None)
     if first is not None:
         swept = as_typed(str(first.input_line))
-        if OmegaConf.is_list(OmegaConf.select(composed, first.key_or_group)):
-            key, _, values = swept.partition("=")
+        key, _, values = swept.partition("=")
+        if OmegaConf.is_list(OmegaConf.select(composed, first.key_or_group)) and not re.search(r"[\[(]", values):
             raise UserError(f"{swept}: a list has brackets; write {shlex.quote(f'{key}=[{values}]')}")
         raise UserError(f"{swept}: several values need a sweep; add -m, or quote one text with commas: {as_text(swept)}")
     if launcher != BASIC:

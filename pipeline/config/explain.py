@@ -116,9 +116,9 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
     if len(location) == 1:
         sections: Any = OmegaConf.to_container(composed)
         others = {key: section for key, section in sections.items() if key not in (name, "hydra")}
-        section, _, inner = name.partition("/")
-        if inner and isinstance(others.get(section), dict):
-            return f"unknown key, did you mean {section}.{inner.replace('/', '.')}?"
+        dotted = name.replace("/", ".")
+        if dotted != name and OmegaConf.select(composed, dotted) is not None:
+            return f"unknown key, did you mean {dotted}?"
         places = _places(name, others)
         joined = {place.replace(".", "_"): place for place, _ in leaves(others)}
         places = places or [joined[close] for close in get_close_matches(name, joined, n=1, cutoff=0.9)]

@@ -115,6 +115,8 @@ def read_user_file(key: str, path: Path) -> bytes:
     except Unreadable as error:
         raise UserError(f"{key}={path}: {error}") from None
     packed = next((kind for start, kind in PACKED.items() if content.startswith(start)), None)
+    if packed == "Parquet" and not content.endswith(b"PAR1"):  # a text may begin with this word
+        packed = None
     if packed is not None:
         raise UserError(f"{key}={path}: is a {packed} file; give its content as a text file")
     return content

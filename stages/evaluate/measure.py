@@ -105,7 +105,7 @@ def measure(
     comparison = None
     if reference is not None:  # a candidate's allowed distance depends on the baseline's
         comparer = SequenceComparer(engine, reference.with_limits_of(None if known is None else known.conformance))
-        chosen = spread(items, config.conformance_samples)
+        chosen = set(spread(items, config.conformance_samples))
         comparison = ForcedDecodeComparison(comparer, items, chosen, config.batch_size, label)
     folder = ResultFolder(out / UNFINISHED / "references")
     repeated = {item.sample.id for item in repeated_samples(items, config)}

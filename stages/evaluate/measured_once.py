@@ -12,7 +12,7 @@ from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
-from stages.evaluate.decoding.decode import StoppingCriteria
+from stages.evaluate.decoding.decode import StoppingCriteria, shares
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.results import SampleResult
@@ -149,7 +149,11 @@ def _stress_test(
 ) -> StressResult:
     """Run the stress test within the limits of the configuration and the tokens of the workload."""
     limits = config.stress_test.limited(longest)
-    own_tokens = distinct_tokens(planned) if config.user_path else None
+    own_tokens = None
+    if config.user_path is not None and shares(engine, config.batch_size):
+        own_tokens = distinct_tokens(planned)
+    elif config.user_path is not None:
+        own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned)
     texts = [item.prompt for item in encoded]
     return run_stress_test(engine, reference, limits, config.batch_size, longest, progress, baseline_error, own_tokens, texts)
 

@@ -269,9 +269,6 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(f"lengths must be different, got {self.lengths}; give each length once")
         if self.documents is not None and (self.jsonl is not None or not self.lengths):
             raise ValueError("documents: needs workloads.lengths and excludes workloads.jsonl; give lengths, and no jsonl")
-        if not self.lengths and self.length_documents != LONG_DOCUMENTS:
-            number = self.length_documents
-            raise ValueError(f"length_documents={number}: only workloads.lengths reads it; give lengths, or leave it out")
         if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k and not self.lengths:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins

@@ -4,7 +4,7 @@ The compared logits come from the decode steps that the evaluation judges. No re
 except after an interruption.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ class ForcedDecodeComparison:
 
     comparer: SequenceComparer
     encoded: Sequence[EncodedSample]
-    chosen: Collection[int]
+    chosen: Set[int]
     """Indices of the samples to compare."""
     batch_size: int
     """Maximum sequences per step. It determines whether the engine prefills shared prefixes separately."""
@@ -63,7 +63,7 @@ class ForcedDecodeComparison:
 
     def decode_missing(self) -> None:
         """Decode and compare chosen samples that are not compared yet, for example because of an interruption."""
-        missing = sorted(set(self.chosen) - self.records.keys())
+        missing = sorted(self.chosen - self.records.keys())
         for event in decode(self.comparer.engine, self.encoded, self.batch_size, chosen=missing):
             if isinstance(event, DecodeStep):
                 self.take(event)

@@ -84,7 +84,7 @@ MAX_PROBLEMS = 20
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     """Read samples from a JSONL file. A line without an id gets one of the file's name and the line's number.
 
-    Raises UserError with one line per problem, for example for an id in `taken`. Equal problems of several lines are one line.
+    Raises UserError with one line per problem, for example for an id in `taken`. A problem of several lines is reported once.
     """
     try:
         lines = read_user_file("workloads.jsonl", path).decode("utf-8-sig").split("\n")
@@ -183,7 +183,9 @@ def _problems(error: ValidationError) -> Iterator[str]:
         else:
             if kind in ("string_pattern_mismatch", "too_short"):
                 text = _PATTERNS.get(key, "must not be empty")
-            yield f"{key or 'line'}: {text[0].lower()}{text[1:]} (got {short(json.dumps(problem['input']))})"
+            fix = "" if key else ", correct the line"
+            value = short(json.dumps(problem["input"], ensure_ascii=False))
+            yield f"{key or 'line'}: {text[0].lower()}{text[1:]} (got {value}){fix}"
 
 
 _RIGHT = {

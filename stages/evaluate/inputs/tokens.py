@@ -176,7 +176,7 @@ def _most_tokens_of(sample: Sample) -> int:
 
 
 def distinct_tokens(samples: Sequence[EncodedSample]) -> int:
-    """Return the tokens that an engine computes for samples: the shared tokens of a document's questions count once."""
+    """Return the tokens of samples. The shared tokens of a document's questions count once, as on an engine that can fork."""
     unshared = sum(len(item.prompt) - item.shared + len(item.reference) for item in samples)
     return unshared + sum(len(tokens) for _, tokens in {item.prefix for item in samples})
 

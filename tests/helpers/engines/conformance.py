@@ -45,7 +45,7 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
     """Force-decode samples on an engine and compare every sample with the reference."""
-    comparison = ForcedDecodeComparison(SequenceComparer(engine, reference), encoded, range(len(encoded)), batch_size)
+    comparison = ForcedDecodeComparison(SequenceComparer(engine, reference), encoded, set(range(len(encoded))), batch_size)
     comparison.decode_missing()
     return comparison.result()
 

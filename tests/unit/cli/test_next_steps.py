@@ -210,3 +210,25 @@ def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
     assert "hydra" not in next_steps.command_line(base, "kv=int8")
     assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in next_steps.command_line(base, sweep=True)
+
+
+def test_the_key_of_a_signed_evaluation_is_not_repeated_for_its_promotion(tmp_path: Path) -> None:
+    (tmp_path / "key.pub").write_text("")
+    base = ["kv=int8", "signing.key=key.pem", "signing.trusted=[key.pub]"]
+    step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "int8", "PASS")], base)
+    assert step.command is not None
+    arguments = shlex.split(step.command)[3:]
+    assert "stage=promote" in arguments
+    assert "signing.trusted=[key.pub]" in arguments
+    assert "signing.key=key.pem" not in arguments
+
+
+@pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
+def test_no_policy_is_advised_if_the_must_fail_control_passed(tmp_path: Path, verdict: Status) -> None:
+    judged = candidate(tmp_path, "fp8", verdict)
+    unseen = Check(
+        gate=Gate.MUST_FAIL_CONTROL, where="control", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed"
+    )
+    step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
+    assert step.command is None
+    assert "a corrupted cache gave the same results" in step.why

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import comparison, print_verdict
-from stages.verdict.candidate import Candidate
+from stages.verdict.candidate import Candidate, not_passed
 from stages.verdict.verdict import Check, Gate
 
 
@@ -60,3 +60,17 @@ def test_numbers_are_whole_and_names_and_remarks_wrap(width: int) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     assert {"9,223,372,036,854,775,808", "123456.789", "1.0e-09"} <= set(text.split())
     assert {"remark", "several", "wraps", "-"} <= set(text.split())
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("candidate", "does not compute its policy"),
+        ("baseline", "cannot be compared, because the FP16 baseline deviates from the reference engine"),
+        ("control", "gives answers that do not depend on the cache"),
+    ],
+)
+def test_an_engines_own_fault_is_not_blamed_on_its_cache(where: str, message: str) -> None:
+    gate = Gate.MUST_FAIL_CONTROL if where == "control" else Gate.STRESS_TEST
+    failed = Check(gate=gate, where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
+    assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {message}: FAIL"

@@ -1,5 +1,6 @@
 """Sweep launchers: supported launchers, forwarded keys, and refusals; paths with any characters."""
 
+import re
 import shlex
 from dataclasses import replace
 from operator import attrgetter
@@ -8,13 +9,14 @@ from pathlib import Path
 import pytest
 from helpers.refusals import refused
 from hydra import compose
+from submitit.core.utils import UncompletedJobError
 
 from pipeline.chain import launching, runner
 from pipeline.cli.next_steps import stage_command
 from pipeline.config import overrides
 from pipeline.config.compose import initialized, plan
 from pipeline.registry.summary import Summary, load
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, UserError, describe, exit_code
 
 SLURM = [
     "hydra/launcher=submitit_slurm",
@@ -204,3 +206,11 @@ def test_quoted_paths_and_paths_with_variables_stay_unchanged(monkeypatch: pytes
     monkeypatch.setenv("KVGATE_DATA", str(tmp_path))
     for typed, path in (("'/a,b'", "/a,b"), ('"/é"', "/é"), ("/a\\,b", "/a,b"), ("${oc.env:KVGATE_DATA}/é", f"{tmp_path}/é")):
         assert plan([f"workdir={typed}"], multirun=False).jobs[0].workdir == path
+
+
+def test_a_job_that_the_cluster_ends_may_continue() -> None:
+    error = UncompletedJobError("Job not requeued because: timed-out too many times.")
+    assert exit_code(error) == 4
+    assert re.fullmatch(
+        r"the cluster ended this job \(.*too many times.\); raise hydra.launcher.timeout_min, .*", describe(error)
+    )
