@@ -72,7 +72,7 @@ def safetensors(
 
 def checkpoint(directory: Path) -> Path:
     """Write a small valid checkpoint with the tiny model's tokenizer."""
-    directory.mkdir()
+    directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIG))
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         shutil.copyfile(TINY / name, directory / name)
