@@ -44,7 +44,7 @@ def build(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Judge the engine against the FP16-KV engine, and register it."""
+    """Judge the engine against the baseline (the engine with an FP16 cache), and register it."""
     config, steps, store = run.config, run.verdict_steps, run.registry
     whole = config.model_dump(mode="json", exclude={"log", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)

@@ -214,7 +214,7 @@ class EngineSteps(Artifacts):
     def making(
         self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
     ) -> Iterator[Entry]:
-        # An artifact is verified once per job, because verification reads every byte.
+        # Verification reads every byte, so an artifact that this job has already verified or made is returned unverified.
         finished = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if finished is not None:
             yield Entry(finished, finished.path)

@@ -44,7 +44,7 @@ MEASURED_ONCE = frozenset({"stress_test", "load"})
 
 @dataclass
 class VerdictSteps:
-    """The artifacts from the engine of a chain to its evaluation against the FP16-KV engine."""
+    """The artifacts from the engine of a chain to its evaluation against the baseline, the engine with an FP16 cache."""
 
     chain: EngineSteps
     loaded: "EnginePair | None" = field(default=None, init=False)
@@ -57,7 +57,7 @@ class VerdictSteps:
     def report(self) -> Artifact:
         """Measure rounds until the gates can decide. Return the report on the configured policy's engine."""
         policy = self.config.kv
-        if self.too_few is not None and self.chain.store.makes:  # a dry run ends with this line
+        if self.too_few is not None and self.chain.store.makes:  # a dry run prints this reason at its end
             console.say(console.note(f"{self.too_few} (docs/questions.md#my-questions)"))
         artifacts = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:

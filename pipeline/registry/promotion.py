@@ -333,7 +333,7 @@ class Engines:
 
 @contextmanager
 def _competes(champion: str) -> Iterator[None]:
-    """Extend the message of a MissingRequirement from the block: the champion cannot compete. LostFiles is raised unchanged."""
+    """Say in a MissingRequirement from the block that the champion cannot compete. LostFiles is raised unchanged."""
     try:
         yield
     except LostFiles:

@@ -34,7 +34,7 @@ LAYOUT = '{"schema_version": 1}\n'
 PARTIAL = ".partial"
 """Folder of a store with unfinished artifacts: `STAGE/KEY` if they are resumable, otherwise `STAGE/.KEY-RANDOM`."""
 USE_LOCK = ".lock"
-"""Lock file at the root of a store; a removal of artifacts holds it."""
+"""Lock file at the root of a store: held during a removal of artifacts, and briefly when a command starts to use the store."""
 USERS = ".users"
 """Folder of a store with a locked file for each command that uses its artifacts, named after the process."""
 MAX_BYTES = 64 << 20
@@ -161,7 +161,7 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 def alone(root: Path) -> Iterator[list[str]]:
     """Prevent commands from starting to use a store while the block runs. Yields descriptions of its present users.
 
-    The block must do nothing if there are users: one may hold the lock itself.
+    If there are users, the block must remove nothing, because the lock may belong to one of them.
     """
     with locked_at_once(root / USE_LOCK) as free:
         yield _users(root) if free else ["another process that holds the lock"]

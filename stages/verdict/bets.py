@@ -62,7 +62,7 @@ def document_totals(values: Sequence[float | None], documents: Sequence[str]) ->
 def log_score(gains: Array, stakes: Sequence[float]) -> Array:
     """Return the log of the score, the mean over `stakes`: (..., documents) -> (...).
 
-    `gains`: the amounts that the documents add to the factor 1 at a stake of 1.
+    `gains`: at a stake of 1, each document multiplies the score by 1 plus its gain.
     """
     logs = [_steps(gains, stake).sum(axis=-1) for stake in stakes]
     return np.asarray(np.logaddexp.reduce(logs) - math.log(len(stakes)))

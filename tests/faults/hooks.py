@@ -121,7 +121,7 @@ def every(count: int) -> When:
 
 
 def write(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = range(99), heads: Any = slice(None)) -> Plant:
-    """Change the data stored in the named arrays, e.g. "key value_scale window_value key_exact"; `at` is over (B, S)."""
+    """Change the data stored in the named arrays, e.g. "key value_scale key_exact", for the tokens (B, S) that `at` selects."""
     wanted = {name if "exact" in name else f"{name}_pool" for name in arrays.split()}
 
     def apply(engine: Any) -> None:

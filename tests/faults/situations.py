@@ -62,7 +62,7 @@ def share_from_depth(depth: int) -> Callable[[Any, Any, Any], None]:
 
 
 def groups(step: Step) -> tuple[Array, Array]:
-    """Return the first row with the same first page, and the number of earlier such rows, by row."""
+    """Return two numbers per row: the first row with the same first page, and how many earlier rows have this page."""
     firsts = [(step.pages(handle) or [-1 - row])[0] for row, handle in enumerate(step.handles)]
     return np.array([firsts.index(page) for page in firsts]), np.array([firsts[:row].count(p) for row, p in enumerate(firsts)])
 
@@ -85,7 +85,7 @@ def one_new_page(most: int) -> Callable[..., Any]:
 
 
 def one_length(most: int) -> Callable[[Array, Step], Any]:
-    """Let rows of a group read no further than its first row, except the first `most` rows."""
+    """Limit rows with the same first page to the length of their first row; its first `most` rows are unaffected."""
 
     def edit(lengths: Array, step: Step) -> Any:
         first, earlier = groups(step)
@@ -114,7 +114,7 @@ def last_of_tile(tile: int) -> Callable[[Step], Any]:
 
 
 def again_the_last(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
-    """Resume a prompt that is itself a kept prefix behind its last token, which is then appended again."""
+    """Resume a prompt that equals a kept prefix as if its last token were missing, so that the token is stored twice."""
     cache = engine.prefixes
     key = [] if cache is None else cache.keys([*prompt, 0])[-1:]
     if len(prompt) % KEPT_CHUNK == 0 and key and key[0] in cache.kept:
@@ -124,7 +124,7 @@ def again_the_last(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int
 
 
 def kept_too_early(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
-    """Keep a prefix that grew by a chunk without its last token."""
+    """When a kept prefix grows by a chunk, keep the longer prefix with zeros in place of its last token."""
     cache, pool = engine.prefixes, engine.pool
     keys = [] if cache is None else cache.keys(prompt)
     grown = len(keys) > 1 and keys[0] in cache.kept and keys[-1] not in cache.kept
@@ -161,7 +161,7 @@ def wipe_last_page(evict: Any, engine: Any) -> bool:
 
 
 def known_by_outer_rows(table: Array, step: Step) -> Array:
-    """Keep the page tables of middle rows that changed places, if the number of rows and the outer rows stayed."""
+    """Give rows that changed places the last step's page tables, if the row count, first row and last row are the same."""
     sound, rows = table.copy(), list(step.handles)
     before, last = step.memo.get("outer", ([], table))
     if before and (len(rows), rows[0], rows[-1]) == (len(before), before[0], before[-1]):
@@ -172,7 +172,7 @@ def known_by_outer_rows(table: Array, step: Step) -> Array:
 
 
 def one_row_further(table: Array, step: Step) -> Array:
-    """When one row joins in front of all others, let these read the table of the row behind them."""
+    """When one row joins in front of all others, let each of these but the last read the next row's page table."""
     before, step.memo["before"] = step.memo.get("before"), list(step.handles)
     if before and step.handles[1:] == before:
         pages = [len(step.pages(handle)) for handle in step.handles]
@@ -183,7 +183,7 @@ def one_row_further(table: Array, step: Step) -> Array:
 
 
 def computed_once(found: Array, step: Step) -> Array:
-    """Give forks of one length and token the first fork's logits."""
+    """Give forks with the same full pages, length and input token the logits of the first such fork."""
     first: dict[Any, int] = {}
     for row, handle in enumerate(step.handles):
         length = int(step.lengths[row])

@@ -34,7 +34,7 @@ ASLEEP_BYTES = 64 << 20
 WATCHED_LOGITS = 512
 """Approximate number of stored logits per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0
-"""Allowed change by unrelated requests, as a multiple of the change in an unchanged repetition."""
+"""Maximum change of a logit, as a multiple of the change that an unchanged repetition shows."""
 
 MIN_REPETITIONS = 4
 """Minimum number of rounds of the wear test. Each round sends a pair of requests; two pairs alternate."""
@@ -44,8 +44,8 @@ LEAK_BYTES = 512 << 10
 """Minimum growth in bytes that counts as a leak. The process must grow by it in each of the last three quarters of the run."""
 
 MIN_POOL_REQUESTS, POOL_REQUESTS, POOL_STEPS = 5, 8, (8, 18)
-"""Minimum and usual number of requests in the full pool; minimum and maximum tokens per request that are decoded across a page
-boundary."""
+"""Requests in the full pool: the minimum, and the number in a test of full size. (minimum, maximum) tokens that each decodes,
+across a page boundary."""
 
 LogitSample = npt.NDArray[np.float32]
 

@@ -57,7 +57,7 @@ class Deviations:
         reference = comparer.reference
         self.comparer = comparer
         self.by_median = reference.measures_rounding or reference.assumed_rounding is None
-        """Whether logits are judged by medians, because a flipped code outweighs all roundings."""
+        """Whether medians judge the logits, because one flipped code changes a sequence more than all roundings."""
         self.kl_means: list[float] = []
         """Mean KL of every sequence."""
         self.kl: dict[str, list[Array]] = defaultdict(list)

@@ -109,7 +109,7 @@ class ForcedSequence:
 def count_equal_first(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of equal first tokens."""
     equal, most = 0, min(len(first), len(second))
-    while equal < most:  # halves the range: comparing slices is faster than comparing tokens
+    while equal < most:  # binary search, because comparing slices is faster than comparing single tokens
         middle = (equal + most + 1) // 2
         if first[equal:middle] == second[equal:middle]:
             equal = middle

@@ -25,7 +25,7 @@ from stages.verdict.engine_tests import StressResult
 from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
-"""Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.stress_test.requests`."""
+"""Seconds that the engine idles with live sequences at the end, per request of `workloads.stress_test.requests`."""
 
 
 def run_stress_test(

@@ -152,8 +152,8 @@ class Walk:
     def step(self) -> None:
         """Decode all rows twice, or a random subset of the rows once.
 
-        All rows are decoded in the order of the last step, then in a new order. Before a subset is decoded, two batches of half
-        the rows often decode in turns.
+        All rows are decoded in the order of the last step, then in a new order. Before half of the subsets, two
+        batches of half the rows each are decoded in turns.
         """
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
         rows = self._reordered(same)
@@ -192,9 +192,10 @@ class Walk:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def alone(self) -> None:
-        """Decode each row in a batch of one, by rising and then falling length: consecutive rows often have equally many pages.
+        """Decode each row in a batch of one, first in order of rising length, then of falling length.
 
-        Half of the rows decode the same token.
+        In this order, consecutive rows often have equally many pages. Each time, a row decodes a common token with
+        probability 1/2.
         """
         rows, common = sorted(self.rows, key=lambda row: len(row.tokens)), self.test.draw(1)
         for row in [*rows, *rows[::-1]]:

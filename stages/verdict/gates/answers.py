@@ -3,7 +3,7 @@
 Forced decode gives the probability of a question's right answer under both engines. Recovery, the kept share, is the sum of the
 candidate's probabilities divided by the sum of the baseline's. A PASS needs recovery, because a probability says more about a
 question than whether its greedy answer flipped (Miller 2024, arXiv 2411.00640). No document's loss is capped. The bet assumes
-that no document loses more than WORST times the limit; a document that does ends the larger stake. With MIN_T_DOCUMENTS, the
+that no document loses more than WORST times the limit; a greater loss ends the larger stake. With MIN_T_DOCUMENTS, the
 recovery can also pass by Student's t, but only at the last look.
 
 `python -m benchmarks.gates` shows how often the bet and the t test together pass wrongly, on measured rows.

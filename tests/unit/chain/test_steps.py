@@ -86,7 +86,7 @@ def test_the_same_questions_in_another_folder_are_not_asked_again(tmp_path: Path
 
 
 def test_the_folder_of_the_users_texts_has_no_name_in_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay validates the recorded configuration, which refuses the empty name of `.`."""
+    """The name of the folder `.` is empty. A recorded empty name would be refused when a replay validates the configuration."""
     recipes = []
     for folder, path in (("a", "."), ("b", tmp_path / "b")):
         (tmp_path / folder).mkdir()
