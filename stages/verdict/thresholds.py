@@ -62,8 +62,8 @@ class Thresholds(StrictModel):
     """Maximum mean KL(baseline || candidate) per workload, nats per token; a document counts at most three times this."""
     max_ruined_share: Margin = 0.025
     """Maximum share of ruined requests. The mean KL of a ruined request is above three times `max_mean_kl`. 60 requests
-    without a ruined one are enough for a PASS. They show only a share below 7 % if they are from 60 documents, and below 30 %
-    if they are from 15."""
+    suffice for a PASS if none is ruined. This shows only that the share is below 7 % (60 documents) or below 30 % (15
+    documents)."""
     allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False)] = ()
     """Accepted changes that another library makes to the scales of a checkpoint. Other changes are refused before judging."""
 
