@@ -1,4 +1,4 @@
-"""CPU seconds and peak memory of each part of a verdict on int8, against parameters, length and number of questions.
+"""CPU seconds and peak memory of each part of a verdict on int8, against parameters, length and number of documents.
 
     python -m benchmarks.cost --json benchmarks/results/cost.json       # adds missing cases; about an hour of a core
     python -m benchmarks.cost --table benchmarks/results/cost.json      # prints the tables and the fitted exponents
@@ -57,7 +57,7 @@ CASES = (
 SERIES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "parameters": lambda row: (row["length"], row["documents"]) == (1024, 2),
     "length": lambda row: (row["model"], row["documents"]) == ("smollm2", 2),
-    "questions": lambda row: (row["model"], row["length"]) == ("smollm2", 1024),
+    "documents": lambda row: (row["model"], row["length"]) == ("smollm2", 1024),
 }
 """Quantity -> whether a row belongs to the series in which only this quantity changes."""
 
@@ -140,23 +140,22 @@ def measure_command(overrides: Sequence[str], out: Path) -> None:
     out.write_text(json.dumps({"exit_code": code, "seconds": meter.seconds, "peak_gib": meter.peak_gib}))
 
 
-def checkpoint(model: str, work: Path) -> str:
-    """Return the path of a model. A model with random weights is written to `work` once."""
+def checkpoint(model: str, work: Path) -> tuple[str, str]:
+    """Return the override that chooses a model, and its path. A model with random weights is written to `work` once."""
     preset = ROOT / "conf" / "model" / f"{model}.yaml"
     if preset.exists():
-        return str(yaml.safe_load(preset.read_text())["path"])
+        return f"model={model}", str(yaml.safe_load(preset.read_text())["path"])
     path = work / model
     if not path.exists():
         subprocess.run([sys.executable, "-m", "benchmarks.random_llama", model, str(path)], check=True, cwd=ROOT)
-    return str(path)
+    return f"model.path={path}", str(path)
 
 
 def run_case(case: Case, work: Path) -> dict[str, Any]:
     """Measure a case in a new process."""
-    path = checkpoint(case.model, work)
-    preset = (ROOT / "conf" / "model" / f"{case.model}.yaml").exists()
+    override, path = checkpoint(case.model, work)
     overrides = [
-        f"model={case.model}" if preset else f"model.path={path}",
+        override,
         "kv=int8",
         "workloads=documents",
         f"workloads.documents={ROOT / 'docs'}",
@@ -191,7 +190,6 @@ def exponent(rows: Sequence[dict[str, Any]], quantity: str, part: str) -> float:
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     """Print the seconds by part and case, the exponents, and the shares of a verdict in the seconds of its questions."""
-    rows = [{**row, "questions": row["documents"]} for row in rows]
     totals = {part: sum(row["seconds"].get(part, 0.0) for row in rows) for part in (REST, *PARTS.values())}
     parts = sorted(totals, key=lambda part: -totals[part])
     print("| case | parameters | " + " | ".join(parts) + " | verdict / questions | peak GiB |")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, get_args, overload
 
 from pipeline.api.calls import compose, path_argument, raises_refusals
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle, read_lineage
@@ -18,11 +18,11 @@ from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.config import backend_configs
 from stages.engines.interface import Engine
 from stages.policies.policy import KVPolicy
+from stages.workloads.conversation import Role
 
 Prompt = str | Sequence[Mapping[str, str]]
 THREADS = "OMP_NUM_THREADS"
-ROLES = ("system", "user", "assistant")
-"""Roles of messages, as in the files of questions."""
+ROLES = get_args(Role)
 
 
 class LoadedEngine:

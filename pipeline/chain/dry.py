@@ -28,7 +28,7 @@ from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserEr
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.planning.duration import verdict_work
-from stages.verdict.candidate import NONE_PASSED, not_passed
+from stages.verdict.candidate import none_accepted
 from stages.verdict.gates import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.verdict import Verdict
@@ -110,9 +110,8 @@ class Preview:
         jobs = list(range(1, len(planned.jobs) + 1))
         refusal: str | None = None
         if len(self.verdicts) == len(jobs):
-            if planned.accepted.isdisjoint(verdict.status for verdict in self.verdicts.values()):
-                label, verdict = next(iter(self.verdicts.items()))
-                refusal = NONE_PASSED if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
+            judged = [(label, verdict.status, verdict.checks) for label, verdict in self.verdicts.items()]
+            refusal = none_accepted(judged, planned.accepted, sweeping=planned.sweeping)
         elif len(self.too_few) == len(jobs):
             refusal = f"workloads: {self.too_few[0]} (docs/questions.md#my-questions)"
         else:

@@ -38,7 +38,7 @@ from stages.core.errors import (
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
 from stages.engines.backend import open_backend
-from stages.verdict.candidate import NONE_PASSED, not_passed
+from stages.verdict.candidate import none_accepted
 
 
 def unprunable(config: Config) -> AbstractContextManager[None]:
@@ -236,9 +236,9 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
         step = next_steps.after_judging(config, judged, base, swept=swept, unfinished=unfinished is not None)
     if step is not None and last.champion is None:
         step.show()
-    refusal: Refusal | None = None
-    if judged and planned.accepted.isdisjoint(candidate.verdict for candidate in judged):
-        refusal = GateRefusal(NONE_PASSED if sweeping else not_passed(judged[0].name, judged[0].verdict, judged[0].checks))
+    verdicts = [(candidate.name, candidate.verdict, candidate.checks) for candidate in judged]
+    reason = none_accepted(verdicts, planned.accepted, sweeping=sweeping)
+    refusal: Refusal | None = None if reason is None else GateRefusal(reason)
     if unfinished is not None:
         refusal = MissingRequirement(f"{unfinished}; run it again to continue")
     if refusal is not None:

@@ -58,8 +58,13 @@ def absolute_path(path: str) -> Path:
 LFS_POINTER = b"version https://git-lfs"
 
 
-PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstd", b"PAR1": "Parquet"}
-"""First bytes of a file -> the format, if it is not text."""
+PACKED = {
+    "gzip": (b"\x1f\x8b", b""),
+    "zip": (b"PK\x03\x04", b""),
+    "zstd": (b"(\xb5/\xfd", b""),
+    "Parquet": (b"PAR1", b"PAR1"),
+}
+"""Format that is not text -> the first and the last bytes of its files. A text may begin like a Parquet file."""
 
 
 class Unreadable(ValueError):
@@ -114,9 +119,9 @@ def read_user_file(key: str, path: Path) -> bytes:
         content = read_file(path, MAX_TEXT_BYTES)
     except Unreadable as error:
         raise UserError(f"{key}={path}: {error}") from None
-    packed = next((kind for start, kind in PACKED.items() if content.startswith(start)), None)
-    if packed == "Parquet" and not content.endswith(b"PAR1"):  # a text may begin with this word
-        packed = None
+    packed = next(
+        (kind for kind, (first, last) in PACKED.items() if content.startswith(first) and content.endswith(last)), None
+    )
     if packed is not None:
         raise UserError(f"{key}={path}: is a {packed} file; give its content as a text file")
     return content

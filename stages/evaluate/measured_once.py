@@ -20,7 +20,7 @@ from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.distance import LogProbsReader, StepStatistics, stored_logprobs
-from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, distinct_tokens, repeated_samples
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, count_tokens, repeated_samples
 from stages.evaluate.joining import fidelity
 from stages.evaluate.measure import prefix_labels, run_samples
 from stages.policies.policy import PAGE_TOKENS, Side
@@ -149,11 +149,7 @@ def _stress_test(
 ) -> StressResult:
     """Run the stress test within the limits of the configuration and the tokens of the workload."""
     limits = config.stress_test.limited(longest)
-    own_tokens = None
-    if config.user_path is not None and shares(engine, config.batch_size):
-        own_tokens = distinct_tokens(planned)
-    elif config.user_path is not None:
-        own_tokens = sum(len(item.prompt) + len(item.reference) for item in planned)
+    own_tokens = count_tokens(planned, once=shares(engine, config.batch_size)) if config.user_path else None
     texts = [item.prompt for item in encoded]
     return run_stress_test(engine, reference, limits, config.batch_size, longest, progress, baseline_error, own_tokens, texts)
 

@@ -146,14 +146,17 @@ def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) ->
 
 def _distinct_tokens(asked: Sequence[Question]) -> int:
     """Return the tokens of questions and answers; the tokens that the questions of a document share count once."""
-    shared = {question.sample.cluster: question.shared for question in asked}
-    return sum(question.prompt - question.shared + question.answer for question in asked) + sum(shared.values())
+    own = sum(question.prompt - question.shared + question.answer for question in asked)
+    return own + sum(_shared_by_document(asked).values())
+
+
+def _shared_by_document(asked: Sequence[Question]) -> dict[str, int]:
+    return {question.sample.cluster: question.shared for question in asked if question.shared}
 
 
 def _ask(asked: Sequence[Question], batch: int) -> Work:
     """Return the work of asking questions once. A judged answer is decoded twice: forced, and freely."""
-    prefixes = {question.sample.cluster: question.shared for question in asked if question.shared}
-    work = sum((prefill(shared) for shared in prefixes.values()), NO_WORK)
+    work = sum((prefill(shared) for shared in _shared_by_document(asked).values()), NO_WORK)
     for question in asked:
         rows = question.answer * (2 if question.sample.judged else 1)
         work = work + prefill(question.prompt, question.shared) + decode(rows, question.prompt, min(batch, len(asked)))

@@ -1,7 +1,7 @@
 """A judged engine, and the evidence that its promotion cites."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,13 @@ def is_blind(checks: Sequence[Check]) -> bool:
     return any(check.gate == Gate.MUST_FAIL_CONTROL and check.status == "FAIL" for check in checks)
 
 
-NONE_PASSED = "no candidate of the sweep passed"
+def none_accepted(
+    judged: Sequence[tuple[str, Status, Sequence[Check]]], accepted: Set[Status], *, sweeping: bool
+) -> str | None:
+    """Return why the verdicts of a command, (name, status, checks) each, end it with a refusal; None if one is accepted."""
+    if not judged or any(status in accepted for _, status, _ in judged):
+        return None
+    return "no candidate of the sweep passed" if sweeping else not_passed(*judged[0])
 
 
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["train", "calibration", "evaluation"]
+Role = Literal["system", "user", "assistant"]
 Message = tuple[str, str]
-"""(role, content); roles are "system", "user" and "assistant"."""
+"""(role, content); see `Role`."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from stages.evaluate.inputs.checks import judge, strict_json
 from stages.evaluate.inputs.lengths import long_samples
 from stages.verdict.verdict import ALL
 from stages.workloads.config import LONG, Workload, WorkloadsConfig
+from stages.workloads.conversation import Role
 from stages.workloads.generated import generate
 from stages.workloads.gsm8k import gsm8k_samples
 
@@ -27,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class _Message(_Strict):
-    role: Literal["system", "user", "assistant"]
+    role: Role
     content: str
 
 

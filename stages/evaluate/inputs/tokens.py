@@ -175,10 +175,12 @@ def _most_tokens_of(sample: Sample) -> int:
     return sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES * (1 + len(sample.messages))
 
 
-def distinct_tokens(samples: Sequence[EncodedSample]) -> int:
-    """Return the tokens of samples. The shared tokens of a document's questions count once, as on an engine that can fork."""
-    unshared = sum(len(item.prompt) - item.shared + len(item.reference) for item in samples)
-    return unshared + sum(len(tokens) for _, tokens in {item.prefix for item in samples})
+def count_tokens(samples: Sequence[EncodedSample], *, once: bool) -> int:
+    """Return the tokens of samples. `once`: whether the tokens that a document's questions share count only once."""
+    total = sum(len(item.prompt) + len(item.reference) for item in samples)
+    if not once:
+        return total
+    return total - sum(item.shared for item in samples) + sum(len(tokens) for _, tokens in {item.prefix for item in samples})
 
 
 def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:

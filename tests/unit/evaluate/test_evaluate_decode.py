@@ -17,7 +17,7 @@ from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import (
     EncodedSample,
     control_samples,
-    distinct_tokens,
+    count_tokens,
     encode,
     repeated_samples,
     workloads_digest,
@@ -209,7 +209,8 @@ def test_samples_share_the_prefix_of_their_document() -> None:
 def test_tokens_that_the_questions_of_a_document_share_count_once() -> None:
     items = encode(QUESTIONS, CharTokenizer(), 9)
     separate = sum(len(item.prompt) + len(item.reference) for item in items)
-    assert distinct_tokens(items) == separate - 2 * 2 * 73  # two documents, each shared by three questions
+    assert count_tokens(items, once=False) == separate
+    assert count_tokens(items, once=True) == separate - 2 * 2 * 73  # two documents, each shared by three questions
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 16])
