@@ -49,9 +49,8 @@ class ChunkedEngine(Engine):
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         try:
             for i, prompt in enumerate(prompts):
-                sequence, stored = self._resume(prompt)
-                handles.append(sequence)
-                logits[i] = self._prefill(sequence, prompt[stored:])
+                handles.append(self._start())
+                logits[i] = self._prefill(handles[-1], prompt)
         except BaseException:
             self.release(handles)
             raise
@@ -61,10 +60,6 @@ class ChunkedEngine(Engine):
         """Yield the chunks of a prompt."""
         for begin in range(0, len(prompt), self.prefill_chunk):
             yield prompt[begin : begin + self.prefill_chunk]
-
-    def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002
-        """Start a prompt's sequence; return its handle and the number of prompt tokens that are already in its cache."""
-        return self._start(), 0
 
     @abstractmethod
     def _start(self) -> int:

@@ -43,8 +43,6 @@ class Continuation:
     """Tokens that were stored when the request was last preempted."""
     preempted: int = 0
     """Number of times that the request was preempted by an older request."""
-    reused: int = 0
-    """Prompt tokens that were already in the cache."""
 
 
 class Engine(ABC):
@@ -71,8 +69,6 @@ class Engine(ABC):
     """Largest spacing of the logits in the engine's type, relative to the logit; 0 if it is negligible."""
     full_pool_requests: int = 0
     """Requests that an evaluation serves from a small pool (`serve_rounds`) if `workloads.full_pool` is null."""
-    keeps_prefixes: bool = False
-    """Whether prompt prefixes stay in the cache for later prompts, until `forget_prefixes`."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, vocab_size: int) -> None:
         self.policy, self.shape, self.vocab_size = policy, shape, vocab_size
@@ -255,13 +251,6 @@ class SupportsExtend(Protocol):
 
 
 @runtime_checkable
-class SupportsForgetting(Protocol):
-    def forget_prefixes(self) -> None:
-        """Drop the prompt prefixes that the cache keeps for later prompts."""
-        ...
-
-
-@runtime_checkable
 class SupportsForced(Protocol):
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
         """Compute the forced decode of a whole sequence in one pass. The engine keeps no sequence.
@@ -290,8 +279,8 @@ class SupportsFullPool(Protocol):
         """Serve rounds of requests. All requests of a round arrive at once.
 
         A result includes the logits of the request's last `rows` tokens. With `pages`, all rounds share a pool with that
-        many pages of PAGE_TOKENS tokens, which keeps prompt prefixes: requests wait, are preempted by older requests, and
-        are recomputed. Without `pages`, every request has room and no prefix is reused.
+        many pages of PAGE_TOKENS tokens: requests wait, are preempted by older requests, and are recomputed. vLLM also
+        reuses prompt prefixes there. Without `pages`, every request has room and no prefix is reused.
         """
         ...
 

@@ -69,7 +69,7 @@ class Limits(Record):
     stress_share: float = 1.0
     """Share of the stress test that ran."""
     features: tuple[str, ...] = ()
-    """Other features that were exercised: turns, forks, reused prefixes, a full pool."""
+    """Other features that were exercised: turns, forks, a full pool."""
 
     @classmethod
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
@@ -121,7 +121,6 @@ def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
     features = (
         ("turns", stress.turns),
         ("forks", stress.forks + samples.forks),
-        ("reused prefixes", stress.prefixes),
         ("a full pool", stress.preempted + (tests.full_pool.preempted if tests.full_pool is not None else 0)),
     )
     return Limits(

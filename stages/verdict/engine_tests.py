@@ -36,8 +36,6 @@ class StressResult(Record):
     """Number of prompts and later prompt chunks whose logits were compared."""
     turns: int = 0
     """Number of prompt chunks that were added to sequences after decoding."""
-    prefixes: int = 0
-    """Number of prompts that began like an earlier prompt, on an engine with prefix caching."""
     steps: int = 0
     """Decode steps of the engine."""
     preempted: int = 0
@@ -48,10 +46,7 @@ class StressResult(Record):
     """Share of the test that ran; below 1 if the user's own questions are few."""
 
     def __str__(self) -> str:
-        counts = (
-            *(("forks", self.forks), ("turns", self.turns), ("reused prefixes", self.prefixes)),
-            ("preemptions in a full pool", self.preempted),
-        )
+        counts = (("forks", self.forks), ("turns", self.turns), ("preemptions in a full pool", self.preempted))
         also = "".join(f", {count} {name}" for name, count in counts if count)
         prompts = f", {self.prompts} of prompts" if self.prompts else ""
         reduced = f"; reduced to {100 * self.share:.0f} % of the test, because the questions are few" if self.share < 1 else ""
@@ -84,7 +79,7 @@ class FullPool(Record):
     preempted: int = 0
     """Number of times that a request was preempted and then recomputed."""
     reused: int = 0
-    """Prompt tokens that were taken from the prefix cache."""
+    """Prompt tokens that vLLM took from its prefix cache."""
     limit_kl: float | None = None
     """Maximum mean KL in nats, between a request in the small pool and in the large pool, that counts as noise."""
     deviations: tuple[str, ...] = ()

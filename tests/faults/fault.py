@@ -3,19 +3,8 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from faults.hooks import Plant
-from stages.engines.paged.prefixes import PrefixCache
-
-KEPT_CHUNK, KEPT_TOKENS = 128, 2048
-"""Chunk size of kept prefixes, and maximum number of kept tokens."""
-
-
-def keeps_prefixes(engine: Any) -> None:
-    """Enable prefix caching in an engine."""
-    engine.prefill_chunk = KEPT_CHUNK
-    engine.prefixes = PrefixCache(engine, chunk=KEPT_CHUNK, most_tokens=KEPT_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Faults of serving: prompts, changing batches, generation, kept prefixes, and rare or late errors."""
+"""Faults of serving: prompts, changing batches, generation, and rare or late errors."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from faults.fault import KEPT_CHUNK, Fault
+from faults.fault import Fault
 from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, write, zero
 
 
@@ -60,14 +60,8 @@ def turned(answers: list[list[int]], _: Any, at_once: int) -> list[list[int]]:
     return answers[1:] + answers[:1] if len(answers) > at_once else answers
 
 
-def without_parent(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]:
-    """Key each chunk of a prompt by its own tokens and number."""
-    return [f"{list(prompt[i * KEPT_CHUNK : (i + 1) * KEPT_CHUNK])} {i}" for i in range(len(keys(prompt)))]
-
-
 of = partial(Fault, "serving")
 first = partial(Fault, "prompts")
-kept = partial(Fault, "prefixes")
 
 FAULTS = [
     first("prompt_logits_one_off", "prompts' logits are off by one entry",
@@ -88,6 +82,4 @@ FAULTS = [
        logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
     of("first_40_steps", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
        reads("key", zero, lambda s: s.number < 40, layers=[1])),
-    kept("prefix_hash_without_parent", "kept chunks are found by their own tokens alone",
-         method("prefixes.keys", without_parent)),
 ]  # fmt: skip

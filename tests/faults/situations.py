@@ -1,4 +1,4 @@
-"""Faults of long turns, many rows on a prefix, whole tiles, dropped prefixes, long queues, and stop tokens."""
+"""Faults of long turns, many rows on a prefix, whole tiles, long queues, and stop tokens."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from faults.fault import KEPT_CHUNK, Fault
+from faults.fault import Fault
 from faults.hooks import Array, Plant, Step, given, logits, method, reads, steps, write, zero
 from faults.serving import generating
 from stages.policies.policy import PAGE_TOKENS
@@ -111,53 +111,6 @@ def last_of_tile(tile: int) -> Callable[[Step], Any]:
     return lambda step: (
         (step.mode == "prefill") & (np.arange(step.ids.shape[1]) == step.ids.shape[1] - 1) & ((step.positions + 1) % tile == 0)
     )
-
-
-def again_the_last(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
-    """Resume a prompt that equals a kept prefix as if its last token were missing, so that the token is stored twice."""
-    cache = engine.prefixes
-    key = [] if cache is None else cache.keys([*prompt, 0])[-1:]
-    if len(prompt) % KEPT_CHUNK == 0 and key and key[0] in cache.kept:
-        return engine.fork(cache.kept[key[0]]), len(prompt) - 1
-    found: tuple[int, int] = resume(prompt)
-    return found
-
-
-def kept_too_early(resume: Any, engine: Any, prompt: Sequence[int]) -> tuple[int, int]:
-    """When a kept prefix grows by a chunk, keep the longer prefix with zeros in place of its last token."""
-    cache, pool = engine.prefixes, engine.pool
-    keys = [] if cache is None else cache.keys(prompt)
-    grown = len(keys) > 1 and keys[0] in cache.kept and keys[-1] not in cache.kept
-    found: tuple[int, int] = resume(prompt)
-    if grown and keys[-1] in cache.kept:
-        row = pool.sequences[cache.kept[keys[-1]]]
-        page = pool._copy(pool.pages, row.pages[-1])
-        pool.pages.free(row.pages[-1])
-        row.pages[-1] = page
-        for array in pool._numbered_by(pool.pages):
-            array[page, :, PAGE_TOKENS - 1] = 0
-    return found
-
-
-def first_of_chunks(tokens: int) -> Callable[[Any, Any, Sequence[int]], list[str]]:
-    """Key a prefix by the first `tokens` tokens of each of its chunks."""
-
-    def keyed(keys: Any, _: Any, prompt: Sequence[int]) -> list[str]:
-        begins = [number * KEPT_CHUNK for number in range(len(keys(prompt)))]
-        return [str([list(prompt[at : at + tokens]) for at in begins[: number + 1]]) for number in range(len(begins))]
-
-    return keyed
-
-
-def wipe_last_page(evict: Any, engine: Any) -> bool:
-    """Wipe the last page of an evicted prefix, although live requests may share the page."""
-    kept = engine.prefixes.kept
-    if kept:
-        page = engine.pool.sequences[next(iter(kept.values()))].pages[-1]
-        for array in engine.pool._numbered_by(engine.pool.pages):
-            array[page] = 0
-    evicted: bool = evict()
-    return evicted
 
 
 def known_by_outer_rows(table: Array, step: Step) -> Array:
@@ -287,14 +240,6 @@ FAULTS = [
        method("pool.reserve", one_new_page(6))),
     of("prompt_of_tiles_of_320", "a prompt of whole tiles of 320 tokens loses its last token's values in a layer",
        write("value", zero, last_of_tile(320), [0])),
-    of("prompt_equal_to_a_kept_prefix", "a prompt that is itself a kept prefix appends its last token again",
-       method("_resume", again_the_last)),
-    of("prefix_kept_before_its_last_write", "a prefix that grows by a chunk is kept without its last token",
-       method("_resume", kept_too_early)),
-    of("dropped_prefix_wiped", "a dropped prefix's last page is wiped while a live request shares it",
-       method("prefixes.evict", wipe_last_page)),
-    of("prefix_hash_of_120_tokens", "a prefix's hash covers the first 120 tokens of each chunk",
-       method("prefixes.keys", first_of_chunks(120))),
     of("step_known_by_its_outer_rows", "a step keeps the last step's tables if only its middle rows changed places",
        given("page_table", known_by_outer_rows)),
     of("one_row_joins_in_front", "when one row joins in front of all others, these read one row further, for one step",

@@ -25,7 +25,6 @@ from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.engine import PagedEngine
 from stages.engines.paged.pool import Array, PagedPool, Spans, saturated_product
-from stages.engines.paged.prefixes import PrefixCache
 from stages.policies.arithmetic_onnx import NUMPY_FLOATS
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
 from stages.policies.scales import KVScales
@@ -113,7 +112,6 @@ def load_engine(
     attention: CpuAttention = "auto",
     max_pages: int = 1 << 16,
     prefill_chunk: int = PREFILL_CHUNK,
-    prefix_tokens: int = 0,
 ) -> "OnnxEngine":
     """Load a bundle that build_bundle wrote.
 
@@ -124,11 +122,9 @@ def load_engine(
             `graph`: the operators of the ONNX graph. `auto`: native if this machine has a C compiler and a supported CPU.
         max_pages: Maximum pages of the pool, which grows on demand.
         prefill_chunk: Tokens of one prefill run. A longer prompt attends to its earlier chunks through the quantized cache.
-        prefix_tokens: Maximum tokens of kept prefixes, in whole chunks of `prefill_chunk`; 0 disables prefix caching.
 
     Raises:
-        UserError: A file is missing or was changed, the graphs are in bfloat16, a number is below 1, or no chunk fits into
-            `prefix_tokens`.
+        UserError: A file is missing or was changed, the graphs are in bfloat16, or a number is below 1.
         MissingRequirement: attention=native, but there is no C compiler or the compiler refuses the kernel.
 
     Example:
@@ -140,10 +136,7 @@ def load_engine(
     refuse_bfloat16(described.model.compute_dtype)
     pool = PagedPool(policy, described.model.shape, max_pages)
     native = attention == "native" or (attention == "auto" and find_compiler() is not None)
-    engine = OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
-    if prefix_tokens:
-        engine.prefixes = PrefixCache(engine, chunk=prefill_chunk, most_tokens=prefix_tokens)
-    return engine
+    return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
 
 
 def _sessions(

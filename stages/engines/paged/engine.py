@@ -14,17 +14,12 @@ from stages.engines.interface import Continuation, ForcedRequest, Logits, check_
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.preemption import advance, limited_pool, serve_together
-from stages.engines.paged.prefixes import PrefixCache
-from stages.engines.paged.sequences import PoolFull
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.scales import KVScales
 
 
 class PagedEngine(ChunkedEngine):
     """An engine over a paged pool. A subclass executes the graphs."""
-
-    prefixes: PrefixCache | None = None
-    """Cache of prompt prefixes; None disables prefix caching."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
@@ -49,19 +44,6 @@ class PagedEngine(ChunkedEngine):
     def _start(self) -> int:
         return self.pool.start()
 
-    def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:
-        if self.prefixes is None:
-            return super()._resume(prompt)
-        return self.prefixes.begin(prompt)
-
-    @property
-    def keeps_prefixes(self) -> bool:  # type: ignore[override]  # a property, because `prefixes` may change
-        return self.prefixes is not None
-
-    def forget_prefixes(self) -> None:
-        while self.prefixes is not None and self.prefixes.evict():
-            pass
-
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
         moved, logits = advance(self, live)
         rows = [row for row, request in enumerate(moved) if request.stored == len(request.tokens)]
@@ -78,25 +60,16 @@ class PagedEngine(ChunkedEngine):
     def fork(self, sequence: int) -> int:
         return self.pool.fork(sequence)
 
-    def _reserve(self, handles: Sequence[int], tokens: int) -> None:
-        """Reserve pages with `pool.reserve`, and evict kept prefixes if the pool is full."""
-        while True:
-            try:
-                return self.pool.reserve(handles, tokens)
-            except PoolFull:
-                if self.prefixes is None or not self.prefixes.evict():
-                    raise
-
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
-        self._reserve([sequence], len(prompt))
+        self.pool.reserve([sequence], len(prompt))
         for chunk in self._chunks(prompt):
-            self._reserve([sequence], len(chunk))  # with eviction, earlier chunks free pages that later chunks need
+            self.pool.reserve([sequence], len(chunk))  # with eviction, earlier chunks free pages that later chunks need
             logits = self._run("prefill", [sequence], np.array([chunk], np.int64))
         last: Logits = logits[0]
         return last
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        self._reserve(sequences, 1)
+        self.pool.reserve(sequences, 1)
         return self._run("decode", sequences, np.array(tokens, np.int64)[:, None])
 
     def _release(self, sequence: int) -> None:

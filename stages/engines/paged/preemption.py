@@ -9,14 +9,27 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from stages.core.records import ServedRequest
 from stages.engines.interface import Continuation, Logits
-from stages.engines.paged.prefixes import PooledEngine, PrefixCache
+from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PoolFull
 from stages.policies.policy import PAGE_TOKENS
+
+
+class PooledEngine(Protocol):
+    """The part of a PagedEngine that request scheduling uses."""
+
+    pool: PagedPool
+    prefill_chunk: int
+    max_batch: int | None
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]: ...
+    def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits: ...
+    def release(self, sequences: Sequence[int]) -> None: ...
 
 
 def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
@@ -50,37 +63,21 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
 
 
 def _count_fitting(engine: PooledEngine, joining: Sequence[Continuation]) -> int:
-    """Return how many waiting requests to prefill now.
-
-    If prefixes are kept, return at most one, so that the next request can reuse the prefixes of the first.
-
-    Pages of kept prefixes count as free, because prefixes are evicted when a prefill needs their pages.
-    """
-    if not joining:
-        return 0
+    """Return how many waiting requests to prefill now."""
     pool = engine.pool
-    added = 0
-    prefixes = set() if engine.prefixes is None else set(engine.prefixes.kept.values())
-    live_pages = {page for handle, sequence in pool.sequences.items() if handle not in prefixes for page in sequence.pages}
-    for count, request in enumerate(joining[: None if engine.prefixes is None else 1]):
-        prompt = request.tokens[: request.prompt_tokens]
-        prefix = engine.prefixes.longest_prefix(prompt) if engine.prefixes is not None else None
-        shared = set(pool.sequences[prefix].pages) if prefix is not None else set()
-        added += pool.pages_needed(max(request.prompt_tokens, request.reached) + 1) - len(shared)
-        live_pages |= shared
-        if len(live_pages) + added > pool.max_pages:
+    pages = pool.pages.used_count
+    for count, request in enumerate(joining):
+        pages += pool.pages_needed(max(request.prompt_tokens, request.reached) + 1)
+        if pages > pool.max_pages:
             return count
-    return count + 1
+    return len(joining)
 
 
 def _prefill_requests(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
-    reused = engine.prefixes.reused_tokens if engine.prefixes is not None else 0
     logits: Logits
     handles, logits = engine.prefill([request.tokens[: request.prompt_tokens] for request in joining])
     for request, handle in zip(joining, handles, strict=True):
         request.sequence, request.stored = handle, request.prompt_tokens
-    if engine.prefixes is not None:
-        joining[0].reused += engine.prefixes.reused_tokens - reused
     return logits
 
 
@@ -94,22 +91,18 @@ def _preempt(engine: PooledEngine, request: Continuation) -> None:
 
 @contextmanager
 def limited_pool(engine: PooledEngine, pages: int | None) -> Iterator[None]:
-    """Within this context, limit the engine's pool to `pages` more pages and enable prefix caching.
+    """Within this context, limit the engine's pool to `pages` more pages; if `pages` is None, its limit stays unchanged.
 
-    If `pages` is None, the pool's limit stays unchanged and prefix caching is disabled. Prompts are always prefilled in chunks
-    of one page, so that prefixes of one page can be reused.
+    Prompts are prefilled in chunks of one page, so that they too read their earlier pages from the pool.
     """
-    chunk, prefixes, max_pages = engine.prefill_chunk, engine.prefixes, engine.pool.max_pages
+    chunk, max_pages = engine.prefill_chunk, engine.pool.max_pages
     try:
         engine.prefill_chunk = PAGE_TOKENS
-        engine.prefixes = None
         if pages is not None:
-            engine.prefixes = PrefixCache(engine, chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
             engine.pool.max_pages = engine.pool.pages.used_count + pages
         yield
     finally:
-        engine.forget_prefixes()
-        engine.prefill_chunk, engine.prefixes, engine.pool.max_pages = chunk, prefixes, max_pages
+        engine.prefill_chunk, engine.pool.max_pages = chunk, max_pages
 
 
 @dataclass(eq=False)
@@ -140,4 +133,4 @@ def serve_together(engine: PooledEngine, requests: Sequence[tuple[Sequence[int],
                 live.remove(request)
     finally:
         engine.release([request.sequence for request in live if request.sequence >= 0])
-    return [ServedRequest(np.stack(request.rows), request.preempted, request.reused, request.pages) for request in arrived]
+    return [ServedRequest(np.stack(request.rows), request.preempted, reused=0, pages=request.pages) for request in arrived]

@@ -49,7 +49,6 @@ class Counts:
     prompts: int = 0
     turns: int = 0
     forks: int = 0
-    prefixes: int = 0
     steps: int = 0
     preempted: int = 0
     tokens: int = 0
@@ -306,7 +305,7 @@ class StressTest:
         policy, shape = self.engine.policy, self.engine.shape
         lengths = [len(sequence.tokens) for sequence in (*live, *self.resting)]
         due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
-        held = 0 if self.engine.keeps_prefixes else self.engine.memory().held_pages
+        held = self.engine.memory().held_pages
         if held > due + len(lengths):  # a page may be freed a step later
             self.failures.append(
                 f"sequences of {', '.join(map(str, lengths))} tokens hold {held} pages, the policy claims {due}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.engines.interface import SupportsExtend, SupportsForgetting, SupportsFork, SupportsFullPool
+from stages.engines.interface import SupportsExtend, SupportsFork, SupportsFullPool
 from stages.evaluate.conformance.crowd import crowd, full_pool, wear
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.sequence import ForcedSequence
@@ -23,13 +23,6 @@ CLAIMED_STEPS = 12
 
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
-
-KEPT_CHUNKS = 8
-"""Maximum number of chunks in a cached prefix."""
-HITS = 9
-"""Number of random prompts that reuse a part of a cached prefix."""
-FLOODS = 3
-"""Number of unrelated prompts of the maximum length that may evict a cached prefix."""
 
 ONE_PAGE = 6
 """Number of prompts in the same call that share the first page."""
@@ -174,89 +167,6 @@ def evicted_fork(test: StressTest) -> None:
     test.release(origin, branch, other)
 
 
-def prefix(test: StressTest) -> None:
-    """Run prompts with equal prefixes one after another, on an engine with prefix caching."""
-    chunk = test.engine.prefill_chunk
-    if not test.engine.keeps_prefixes or chunk + PAGE_TOKENS > test.max_tokens:
-        return
-    count = min(test.randint(KEPT_CHUNKS // 2, KEPT_CHUNKS), (test.max_tokens - PAGE_TOKENS) // chunk)
-    beginning = test.draw(count * chunk)
-    _whole_parts(test, beginning, chunk)
-    _drawn_parts(test, beginning, chunk)
-    _dropped_parts(test, beginning, chunk)
-
-
-def _whole_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
-    """Run prompts that share full chunks of a beginning, or differ from the beginning in one token or one chunk."""
-    count = len(beginning) // chunk
-    alike = [
-        (f"prompt {number} with one beginning", [*beginning[: kept * chunk], *test.draw(more)])
-        for number, (kept, more) in enumerate(((1, 5), (count, 5), (count, 40)), 1)
-    ]
-    others = [
-        ("a prompt with another beginning and the same end", [*test.draw(chunk), *beginning[chunk : 2 * chunk], *test.draw(5)])
-    ]
-    if count > 1:
-        others += [
-            ("a cached prefix", beginning),
-            ("a cached prefix and a whole chunk", [*beginning[:chunk], *test.draw(chunk)]),
-            ("a cached prefix with another last chunk", [*beginning[:-chunk], *test.draw(chunk + 5)]),
-            ("a cached prefix with swapped chunks", [*beginning[chunk : 2 * chunk], *beginning[:chunk], *test.draw(5)]),
-            ("a cached prefix in another order", [beginning[0], *beginning[chunk - 2 : 0 : -1], *beginning[chunk - 1 :]]),
-        ]
-        # A token that is 256 larger has an equal low byte.
-        for place, step in ((chunk - 1, 1), (test.randint(0, chunk - 2), 256)):
-            token = (beginning[place] + step) % test.engine.vocab_size
-            changed = [*beginning[:place], token, *beginning[place + 1 : 2 * chunk]]
-            others.append((f"a cached prefix with another token {place}", [*changed, *test.draw(5)]))
-    for number, (role, prompt) in enumerate([*alike, *others]):
-        sequence = test.sequence(role, prompt, STEPS)
-        reuses = 0 < number < len(alike)
-        test.prefill(sequence)
-        test.counts.prefixes += reuses
-        if reuses and isinstance(test.engine, SupportsExtend):
-            test.decode(sequence)
-            test.extend(sequence, test.randint(1, STEPS))
-        test.finish([sequence])
-
-
-def _drawn_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
-    """Run small batches of prompts that reuse random parts of a beginning."""
-    count, together = len(beginning) // chunk, min(3, test.largest)
-    for number in range(0, HITS, together):
-        rests = (1, chunk - 1, chunk, chunk + 1, test.randint(2, chunk), test.randint(2, 2 * chunk))
-        prompts = [
-            [*beginning[: test.randint(1, count) * chunk], *test.draw(rests[(number + i) % len(rests)])]
-            for i in range(together)
-        ]
-        room = test.max_tokens - 2 * STEPS
-        rows = [test.sequence("a random part of a cached prefix", prompt[: room - 1], STEPS) for prompt in prompts]
-        test.prefill(*rows)
-        test.counts.prefixes += together
-        if isinstance(test.engine, SupportsExtend):
-            test.decode(*rows)
-            test.extend(rows[0], test.randint(1, min(2 * PAGE_TOKENS, room - len(rows[0].tokens) + 1)))
-        if isinstance(test.engine, SupportsFork) and together < test.largest:
-            rows.append(test.fork(rows[-1], "a fork of a prompt with a cached prefix", STEPS))
-        test.finish(rows)
-
-
-def _dropped_parts(test: StressTest, beginning: list[int], chunk: int) -> None:
-    """Reuse a beginning after many unrelated prompts, and drop it while a sequence still uses its pages."""
-    for _ in range(FLOODS):
-        other = ForcedSequence("", test.draw(test.max_tokens - 1), watched=False)
-        test.prefill(other)
-        test.release(other)
-    test.serve([test.sequence("a cached prefix after many others", [*beginning[: 2 * chunk], *test.draw(5)], STEPS)])
-    live = test.sequence("a prompt whose cached prefix is dropped", [*beginning[:chunk], *test.draw(5)], STEPS)
-    test.prefill(live)
-    if isinstance(test.engine, SupportsForgetting):
-        test.engine.forget_prefixes()
-    other = test.sequence("a new prompt afterwards", chunk + 5, STEPS)
-    test.prefill(other)
-    test.finish([live, other])
-
-
 def shared(test: StressTest) -> None:
     """Fork many rows from a prefix, and forks of forks. Release most rows, and reuse their pages.
 
@@ -375,7 +285,6 @@ SCENARIOS = (
     Scenario(batch),
     Scenario(equal),
     Scenario(evicted_fork, (SupportsFork,)),
-    Scenario(prefix),
     Scenario(shared, (SupportsFork,)),
     Scenario(answers),
     Scenario(long_queue),

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
-from stages.engines.interface import Engine, SupportsExtend, SupportsForgetting, SupportsRequests
+from stages.engines.interface import Engine, SupportsExtend, SupportsRequests
 from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import RESTING_TURN, StressTest
@@ -63,8 +63,6 @@ def run_stress_test(
     test = StressTest(comparer, config, max_tokens, largest, claimed, seed, share, texts, progress)
     _run_scenarios(test)
     failures = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations.messages()]
-    if isinstance(engine, SupportsForgetting):
-        engine.forget_prefixes()
     left = engine.memory()
     if left.live_tokens or left.held_pages:
         what = f"{left.live_tokens} tokens and {left.held_pages} pages"

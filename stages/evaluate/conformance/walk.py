@@ -136,8 +136,7 @@ class Walk:
             if self.rng.random() < 1 / 3:
                 known = [*self.beginnings, *(row.prompt for row in joining)]
                 begin = known[-self.test.randint(1, len(known))]
-                most = len(begin) if self.test.engine.keeps_prefixes else 2 * PAGE_TOKENS
-                begin = begin[: self.test.randint(1, most)][: self.test.max_tokens // 2 - rest]
+                begin = begin[: self.test.randint(1, 2 * PAGE_TOKENS)][: self.test.max_tokens // 2 - rest]
             joining.append(
                 self.test.sequence(
                     "a prompt that begins like another" if begin else "a short prompt", [*begin, *self.test.draw(rest)]

@@ -1,9 +1,9 @@
 """Full-pool test: requests in a pool that holds a third of their pages, compared with the same requests with room.
 
 The requests are samples, and mixtures that begin like one sample and end like another. All are sent together. In the small
-pool, requests wait, reuse cached prefixes, are preempted in favor of older requests, and are computed again. Answers may differ
-from the answers with room by the engine's own noise. The noise is measured only if an answer differs, by sending the requests
-in small groups to the large pool.
+pool, requests wait, are preempted in favor of older requests, and are computed again; vLLM also reuses cached prefixes. Answers
+may differ from the answers with room by the engine's own noise. The noise is measured only if an answer differs, by sending the
+requests in small groups to the large pool.
 """
 
 from collections.abc import Iterator, Sequence

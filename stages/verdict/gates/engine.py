@@ -67,9 +67,10 @@ def full_pool(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     pool = evidence.report.tests.full_pool
     if pool is None:
         return
+    reused = f", {pool.reused:,} tokens reused" if pool.reused else ""
     text = (
         f"{pool.requests} requests gave the same answers in a pool of {pool.pages} pages (they need {pool.wanted_pages}): "
-        f"{pool.preempted} preemptions, {pool.reused:,} tokens reused"
+        f"{pool.preempted} preemptions{reused}"
     )
     status: Status = "FAIL" if pool.deviations else "PASS" if pool.preempted else "INCONCLUSIVE"
     if not pool.requests:

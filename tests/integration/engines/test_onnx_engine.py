@@ -1,6 +1,6 @@
 """The ONNX engine: refusals, the state after a refusal, bundles, forks and batches. Also bundles of backend=torch.
 
-Policies: test_onnx_policies.py. Families: test_families.py. Prefixes: test_prefixes.py.
+Policies: test_onnx_policies.py. Families: test_families.py.
 """
 
 import json

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.fault import keeps_prefixes
 from faults.library import BY_NAME as FAULTS
 from helpers.engines.random_llama import BY_NAME, make_bundle, make_reference
 from helpers.stride import STRIDE
@@ -36,7 +35,6 @@ NAMED = {
     "waiting_prompt_is_cut": at("batch"),
     "first_page_decides_the_second": at("answers"),
     "first_41_tokens_share_a_page": at("equal"),
-    "prefix_hash_of_120_tokens": at("prefix"),
 }
 LONG = {
     "rows_on_a_prefix_read_as_far_as_the_first": at("shared"),
@@ -54,10 +52,6 @@ LONG = {
     "forks_computed_once": at("shared"),
     "stops_seen_in_blocks": at("answers"),
     "queue_of_73": at("long_queue"),
-    "prompt_equal_to_a_kept_prefix": at("prefix"),
-    "prefix_kept_before_its_last_write": at("prefix"),
-    "dropped_prefix_wiped": at("prefix"),
-    "prefix_hash_without_parent": at("prefix"),
     "page_number_in_a_byte": at("crowd"),
     "context_beyond_1024": at("batch", max_tokens=1088),
     "rope_beyond_1024": at("batch", max_tokens=1088),
@@ -93,8 +87,6 @@ def test_the_scenario_names_the_fault(
         bundle = int8 if policy == "int8" else make_bundle(decoder, tmp_path / "bundle", BY_NAME[policy])
         with injected.loads():
             engine = load_engine(bundle, threads=1)
-    if name == "prefix":
-        keeps_prefixes(engine)
     injected.plant(engine)
     monkeypatch.setattr(stress_test, "SCENARIOS", [scenario for scenario in SCENARIOS if scenario.name == name])
     claimed = min(987, config.max_tokens - 28)

@@ -363,26 +363,6 @@ def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, reference:
     assert run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures == []
 
 
-def test_an_engine_that_keeps_prefixes_is_judged_with_them(int8: Path, reference: ReferenceEngine, limit: Limit) -> None:
-    limit("batch", "prefix")
-    engine: Any = load_engine(int8, threads=1, prefill_chunk=PAGE_TOKENS, prefix_tokens=4 * PAGE_TOKENS)
-    sound = run_stress_test(engine, reference, SMALL, 4, 150, no_progress)
-    assert sound.failures == []
-    assert sound.prefixes > 2
-    assert engine.pool.in_use == (0, 0)
-    begin = engine.prefixes.begin
-    alike = PAGE_TOKENS + 5
-    engine.prefixes.begin = lambda prompt, *arguments: begin(
-        [prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *arguments
-    )
-    failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
-    assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
-    engine.prefixes.begin, extend = begin, engine.extend
-    engine.extend = lambda handle, tokens: extend(handle, tokens[::-1])  # turns after a reused prefix are wrong
-    failures = run_stress_test(engine, reference, SMALL, 4, 150, no_progress).failures
-    assert any(failure.startswith(("prefix: prompt ", "rest: a conversation ")) for failure in failures), failures
-
-
 def test_decode_steps_reach_most_lengths_up_to_the_longest_sample(int8: Path, reference: ReferenceEngine) -> None:
     test = StressTest(SequenceComparer(load_engine(int8, threads=1), reference), FAR, FAR.max_tokens, 20, 900)
     lengths = {len(row.prompt) + step for row in ragged(test) for step in range(len(row.ahead))}

@@ -87,7 +87,7 @@ def test_a_verdict_names_the_limits_that_it_covers() -> None:
         ({}, "batch 32, 11 decoded (320 in the stress test), with forks"),
         ({"together": 65}, "batch 32, 11 decoded (320 in the stress test), with forks"),  # every offset of a page was visited
         ({"together": 64}, "batch 2, 11 decoded (320 in the stress test), with forks"),
-        ({"turns": 3, "prefixes": 1}, "batch 32, 11 decoded (320 in the stress test), with turns, forks and reused prefixes"),
+        ({"turns": 3}, "batch 32, 11 decoded (320 in the stress test), with turns and forks"),
         ({"forks": 0, "decoded": 400}, "batch 32, 11 decoded (400 in the stress test), with forks"),
         ({"decoded": 11}, "batch 32, 11 decoded, with forks"),
         ({"decoded": 11, "share": 0.124}, "batch 32, 11 decoded, with forks (12 % of the stress test)"),
