@@ -284,11 +284,14 @@ class Engines:
         excluded: dict[str, str] = {}
         serving = self.model.pointed_at.get(CHAMPION)
         needed = self.registry.metrics(serving).get(TESTED_TOKENS, 0) if serving is not None else 0
+        not_passed = {candidate.engine.digest: candidate for candidate in candidates if candidate.verdict != "PASS"}
         for candidate in candidates:
-            digest = candidate.report.digest
+            digest, other = candidate.report.digest, not_passed.get(candidate.engine.digest)
             tested = candidate.metrics.get(TESTED_TOKENS, math.inf)
             if digest in rolled_back:
                 why = f"was rolled back at {rolled_back[digest]}: judge it again on other samples"
+            elif other is not None:  # the best of several verdicts on one engine would pass too often
+                why = f"is the engine of {other.name}, which is {other.verdict} in this sweep: ask more questions in one job"
             elif tested < MIN_TESTED_SHARE * needed:
                 why = (
                     f"was tested up to {tested:,.0f} tokens, and the champion, {serving}, up to {needed:,.0f}: judge it on "

@@ -218,6 +218,17 @@ def test_a_trial_on_short_questions_does_not_replace_the_champion(registry: Memo
     assert promote(registry, trial, name="int4").champion == "int4"
 
 
+def test_the_best_of_several_verdicts_on_one_engine_is_not_promoted(registry: MemoryRegistry) -> None:
+    """`-m seed=0,1` judges an engine twice, so that one of the verdicts may be a lucky PASS."""
+    first, small = registry.judge("fp8", 2000), registry.judge("int8", 1000)
+    seeds = [registry.judge("fp8", 2000, "INCONCLUSIVE"), first]
+    assert {candidate.engine.digest for candidate in seeds} == {first.engine.digest}
+    with pytest.raises(GateRefusal, match=r"fp8: PASS, but it is the engine of fp8, which is INCONCLUSIVE in this sweep"):
+        promote(registry, *seeds)
+    assert promote(registry, *seeds, small).champion == "int8"
+    assert promote(registry, *seeds, name="fp8").champion == "fp8"
+
+
 def test_a_promotion_says_that_it_replaces_another_checkpoint(registry: MemoryRegistry) -> None:
     """The default name comes from the checkpoint's directory, so two services may share a registered model by mistake."""
     messages = []
