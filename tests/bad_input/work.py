@@ -32,12 +32,6 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("mlflow.db is a directory", "work", with_path("work/mlflow.db", Path.mkdir), 2, ("mlflow.db", "not a file")),
 )
 
-SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
-    ("no JSON", "{"),
-    ("of another version", '{"schema_version": 99, "candidates": []}'),
-    ("an object without fields", "{}"),
-)
-
 LINE = {"prompt": "Copy: abc", "reference": "abc", "check": "exact"}
 
 
@@ -49,19 +43,14 @@ def sample_line(**changes: Any) -> str:
 TOOL = {"check": "tool_call", "tools": [{"name": "f", "arguments": ["a"]}]}
 
 SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
-    ("no JSON", "{", ("1:", "not one JSON value")),
-    ("NaN", '{"prompt": NaN}', ("1:",)),
     ("a JSON array", '[\n{"prompt": "a", "reference": "b"}\n]', ("is a JSON array", "jq -c '.[]'")),
     ("an indented object", '{\n"prompt": "a",\n"reference": "b"\n}', ("several lines", "jq -c .")),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
-    ("a prompt of white space", sample_line(prompt=" \n "), ("prompt", "must not be empty")),
-    ("a reference of white space", sample_line(reference=" \n "), ("reference", "must not be empty")),
     (
         "an empty question",
         json.dumps({"messages": [{"role": "user", "content": " "}], "reference": "a"}),
         ("messages", "the last one is empty"),
     ),
-    ("prompt and messages", sample_line(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
     ("an empty tool call", sample_line(**TOOL, reference="{}"), ("reference", "of one of the tools")),
     ("a reference that is no JSON", sample_line(check="json"), ("reference", "JSON")),
     ("tools that no check reads", sample_line(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),
@@ -87,17 +76,9 @@ def snapshot(**changes: Any) -> str:
 
 
 SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
-    ("no JSON", "{", ("is not JSON",)),
     ("a duplicate key", '{"classes": {}, "classes": {}}', ("a key occurs twice",)),
-    ("an unknown key", '{"clases": {}}', ("clases: Extra inputs",)),
-    ("no classes", '{"classes": {}}', ("classes",)),
     ("more good requests than requests", snapshot(latency={"good": 2, "of": 1, "limit_ms": 5.0}), ("good=2",)),
     ("a time without a timezone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
-)
-
-GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
-    ("version 1", b"GGUF" + struct.pack("<IQQ", 1, 0, 0), ("version 1",)),
-    ("no metadata", b"GGUF" + struct.pack("<IQQ", 3, 0, 0), ("general.architecture",)),
 )
 
 LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -118,8 +99,8 @@ def long_prompt(directory: Path) -> None:
 CASES = [
     *(BadInput(f"workdir: {name}", ("stage=build", f"workdir={path}"), ("workdir", *expected), prepare, code, unprivileged=True)
       for name, path, prepare, code, expected in WORKDIRS),
-    *(BadInput(f"summary.json: {name}", ("stage=build",), ("summary.json",), text_file("work/summary.json", content))
-      for name, content in SUMMARIES),
+    BadInput("summary.json: of another version", ("stage=build",), ("summary.json",),
+             text_file("work/summary.json", '{"schema_version": 99, "candidates": []}')),
     BadInput("own samples without their file", ("workloads=jsonl",), ("workloads.jsonl: this choice needs a value",)),
     *(BadInput(f"workloads.jsonl: {name}", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("s.jsonl", *expected),
                text_file("s.jsonl", content)) for name, content, expected in SAMPLES),
@@ -129,8 +110,8 @@ CASES = [
                ("monitor.snapshot=s.json", *expected), text_file("s.json", content)) for name, content, expected in SNAPSHOTS),
     BadInput("a route's name that ends with -previous", ("stage=route", "routing.routes={chat-previous: a}"),
              ("routing.routes.chat-previous: must not end with -previous",)),
-    *(BadInput(f"GGUF: {name}", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", *expected),
-               text_file("m.gguf", content)) for name, content, expected in GGUFS),
+    BadInput("GGUF: version 1", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", "version 1"),
+             text_file("m.gguf", b"GGUF" + struct.pack("<IQQ", 1, 0, 0))),
     *(BadInput(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
     BadInput("a length too short for a GGUF's tokens", ("model=smollm2", "workloads.lengths=[300]"),
              ("workloads.lengths=300", "give at least 832"), loads_model=True),

@@ -1,19 +1,13 @@
 """backend=llamacpp without llama.cpp: refusals before any work, and the bytes of a state."""
 
-import struct
-import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.policies.ggml import form_of
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
 from stages.core.errors import UserError
-from stages.engines.interpreter.process import CHANNEL
-from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.backend import cache_types, rotates
 from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy
@@ -59,33 +53,3 @@ def test_refusing_a_checkpoint_names_the_gguf_converter() -> None:
         UserError, match=r"^model\.path=\S+: backend=llamacpp takes a GGUF; write one with .*convert_hf_to_gguf\.py"
     ):
         check_inputs(job)
-
-
-def state_bytes(tokens: int, *, transposed: bool) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """Return a state of one layer in one stream between empty streams: q8_0 keys of 64 channels, f16 values of 3."""
-    keys = np.arange(tokens * 68, dtype=np.uint8).reshape(tokens, 68)
-    keys[:, [0, 34]], keys[:, [1, 35]] = 0, 0x3C  # scales of 1.0
-    values = np.arange(tokens * 3, dtype=np.float16).reshape(tokens, 3)
-    cells = b"".join(struct.pack("<iIi", position, 1, 1) for position in range(tokens))
-    head = struct.pack("<IiIII", 0, 1, 3, 0, tokens) + cells + struct.pack("<II", transposed, 1)
-    end = struct.pack("<iII", 1, 2, 3) + values.T.tobytes() if transposed else struct.pack("<iQ", 1, 6) + values.tobytes()
-    return head + struct.pack("<iQ", 8, 68) + keys.tobytes() + end + struct.pack("<I", 0), keys, values
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_corrupting_a_state_changes_only_the_key_scales(
-    transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [str(Path(worker.__file__).parent), str(CHANNEL), *sys.path])
-    from kvgate_llamacpp_worker import State
-
-    content, keys, values = state_bytes(5, transposed=transposed)
-    state = State(np.frombuffer(content, np.uint8).copy())
-    state.write(tmp_path / "shown")
-    assert (tmp_path / "shown").read_bytes() == keys.tobytes() + values.tobytes()
-    assert state.multiply_keys(0.5, 2) == 5
-    reread = State(state.bytes)
-    keys[2:, [1, 35]] = 0x38  # 0.5
-    np.testing.assert_array_equal(reread.parts[0], keys)
-    with pytest.raises(RuntimeError, match=r"bytes, but only .* were read"):
-        State(np.frombuffer(content + b"more", np.uint8).copy())

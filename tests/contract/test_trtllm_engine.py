@@ -102,17 +102,3 @@ def test_two_ranks_together_hold_the_checkpoint_of_one(work: Path, tiny_checkpoi
     with pytest.raises(MissingRequirement, match="needs 2 NVIDIA GPU"):
         open_engine(bundle, python)
     single.close()
-
-
-def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundles: dict[str, Path]) -> None:
-    other = make_interpreter(work / "ada", gpus=("8.9",))
-    with pytest.raises(MissingRequirement, match=r"TensorRT-LLM 1\.2\.1 and SM 9\.0.*TensorRT-LLM 1\.2\.1 and SM 8\.9"):
-        open_engine(bundles["fp8"], other)
-    mixed = make_interpreter(work / "mixed", gpus=("8.9", "9.0"))
-    with pytest.raises(MissingRequirement, match=r"1\.2\.1 and SM 9\.0.*1\.2\.1 and SM 8\.9"):
-        open_engine(bundles["fp8"], mixed)  # it would run on the first GPU
-    newer = make_interpreter(work / "newer", release="1.3.0rc20")
-    served = make_bundle("trtllm", work / "quantized-fp8", work / "pytorch", "fp8", newer, target="pytorch")
-    without = make_interpreter(work / "without", release="1.3.0rc20", gpus=())
-    with pytest.raises(MissingRequirement, match="needs 1 NVIDIA GPU"):
-        open_engine(served, without)

@@ -92,13 +92,3 @@ def test_the_rotation_has_vllms_signs_and_is_inverted(stored: tuple[Tensor, Arra
     size = x.shape[-1]
     assert np.array_equal(np.tile(theirs["signs"], size // len(theirs["signs"])), random_signs(size).numpy())
     np.testing.assert_allclose(theirs["rotated_back"], x.numpy(), rtol=0, atol=1e-5 * float(x.abs().max()))
-
-
-def test_the_finding_reproduces_without_kvgate(tmp_path: Path, vllm_python: str) -> None:
-    """Run the script of docs/findings/vllm-cpu-fp8.md: every code is truncated, and the output equals the page's."""
-    page = (Path(__file__).parents[2] / "docs" / "findings" / "vllm-cpu-fp8.md").read_text(encoding="utf-8")
-    script, printed = (page.split(f"```{kind}\n")[1].partition("```")[0] for kind in ("python", "\n```"))
-    (tmp_path / "codes.py").write_text(script, encoding="utf-8")
-    completed = subprocess.run([vllm_python, "codes.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    assert printed in completed.stdout

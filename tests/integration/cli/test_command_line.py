@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,15 +80,6 @@ def test_capacity_needs_only_a_config_json(overrides: list[str], tmp_path: Path,
     assert forgetting == [name for name, *_ in rows[-4:]], "policies that evict come last"
     assert (policies["int4_g64"]["tokens_that_fit"], "1,387,821" in output) == (1_387_821, True)
     assert {path.name for path in (tmp_path / "llama-8b").iterdir()} == {"config.json"}
-
-
-def test_documented_capacities_are_the_commands_output(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "serve-8b.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^kvgate (stage=capacity .*)$", page, re.MULTILINE)
-    show_capacity(Run(config_of(*shlex.split(command), *overrides)))
-    printed = capsys.readouterr().out
-    for line in re.findall(r"^(?:fp8: a request|80 GiB).*$", page, re.MULTILINE):
-        assert line in printed
 
 
 def test_a_budget_that_no_policy_meets_names_the_best_policy(overrides: list[str]) -> None:

@@ -15,10 +15,8 @@ from helpers.policies.formats import fixed, name
 from helpers.policies.shipped import SHIPPED
 from torch import Tensor
 
-from stages.checkpoints.exports import UNIFIED_HF_KV, export_refusal
 from stages.engines.reference.formats import dequantize, quantize, rotate
 from stages.policies.formats import Format, Rotation
-from stages.policies.policy import KVPolicy
 
 NVFP4 = SHIPPED["nvfp4"].key
 CLOSE, TIES = 2.0**-20, 1e-5
@@ -44,17 +42,6 @@ def test_nvfp4_is_bit_for_bit_the_packing_of_modelopt(rotation: Rotation, vector
     packed, scales, layer_scale = NVFP4QTensor.quantize(rotate(vectors, form).clone(), 16, None, static.scale.flatten()[0])
     theirs = packed.dequantize(torch.float32, scale=scales, double_scale=layer_scale, block_sizes={-1: 16})
     assert torch.equal(dequantize(quantize(vectors, form, static), form, static), rotate(theirs, form))
-
-
-def test_modelopt_exports_nvfp4_with_six_times_its_scale() -> None:
-    """Show why kvgate writes no NVFP4 export: auto-round and the quantizer itself divide amax by 6 * 448."""
-    from modelopt.torch.export.quant_utils import postprocess_state_dict
-
-    name = "model.layers.0.self_attn.k_bmm_quantizer._amax"
-    ((exported, scale),) = postprocess_state_dict({name: torch.tensor(21.0)}, 448, "NVFP4").items()
-    assert exported == "model.layers.0.self_attn.k_proj.k_scale"
-    assert scale.item() == pytest.approx(6 * 21 / NVFP4.largest)
-    assert "a factor of 6" in str(export_refusal(KVPolicy(name="nvfp4", key=NVFP4, value=NVFP4), UNIFIED_HF_KV))
 
 
 FORMS = [

@@ -10,14 +10,12 @@ from pickle import PicklingError
 
 import pytest
 from helpers.refusals import refused
-from joblib.externals.loky.process_executor import TerminatedWorkerError
-from submitit.core.utils import FailedJobError
 
 from pipeline.chain import actions, launching, runner
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.registry import summary
-from stages.core.errors import CannotBeJudged, MissingRequirement, UserError, exit_code
+from stages.core.errors import CannotBeJudged, MissingRequirement, UserError
 
 JOBLIB = ["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
 
@@ -125,25 +123,3 @@ def test_ray_start_failure_is_a_missing_requirement(ray: Ray) -> None:
     ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
     with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
         launching.start_ray({})
-
-
-SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (TerminatedWorkerError("text\nThe exit codes are {SIGKILL(-9)}"), 4, "a job died, or .* codes are {SIGKILL"),
-        (FailedJobError("Traceback\n  File\nOSError: no folder\n"), 4, r"failed \(OSError: no folder\); free some"),
-        (FailedJobError(SBATCH), 4, "invalid partition: nope sbatch: error: submission failed"),
-        (RuntimeError('Could not detect "srun"'), 4, 'Could not detect "srun"'),
-        (ValueError("n_jobs == 0"), 2, "^hydra/launcher=joblib: n_jobs == 0; correct hydra.launcher"),
-    ],
-)
-def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, code: int, message: str) -> None:
-    cause = subprocess.CalledProcessError(1, ["sbatch"], stderr=SBATCH) if "sbatch" in str(error) else None
-    with pytest.raises((UserError, MissingRequirement), match=message) as caught, launching.launcher_errors("joblib"):
-        raise error from cause
-    assert exit_code(caught.value) == code
-    assert "\n" not in str(caught.value)
-    assert caught.value.__cause__ is error

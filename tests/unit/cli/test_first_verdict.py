@@ -14,7 +14,6 @@ from stages.core.errors import Refusal, exit_code
 from stages.core.records import Sample
 from stages.verdict.gates.evaluation import too_few
 from stages.verdict.thresholds import Thresholds
-from stages.workloads.config import StressTestConfig
 
 BRIEF = ["calibration.samples=4", "workloads.rounds=[1.0]", "tracking=none", "stage=evaluate"]
 
@@ -47,11 +46,6 @@ def test_too_few_questions_for_a_pass_are_known_before_any_work(
 ) -> None:
     expected = None if message is None else f"these questions cannot pass: {message}"
     assert too_few(samples, Thresholds.model_validate(gates)) == expected
-
-
-@pytest.mark.parametrize(("longest", "bound"), [(20, 128), (400, 512), (448, 512), (16_384, 2048)])
-def test_the_stress_test_exceeds_the_longest_question_by_a_page(longest: int, bound: int) -> None:
-    assert StressTestConfig().limited(longest).max_tokens == bound
 
 
 def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:

@@ -20,7 +20,7 @@ from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.torch.backend import FLOAT16_WEIGHTS
 from stages.engines.torch.config import TorchConfig
 from stages.policies.formats import Format
-from stages.policies.policy import FP16_POLICY, Eviction, KVShape, LayerOverride
+from stages.policies.policy import Eviction, KVShape, LayerOverride
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 NAMES = {"bf16", "fp16", "fp8", "fp8_head", "fp8_token", "fp8_uncalibrated", "fp8k_int4v", "fp8k_nvfp4v", "int8", "int8_tensor"}
@@ -62,18 +62,6 @@ PER_GROUP: dict[str, Any] = {"granularity": "per_group", "scale": "dynamic"}
 def test_a_refused_policy_is_named(change: dict[str, Any], key: str) -> None:
     with refused(UserError, f"{key}: the CUDA kernels "):
         check_kernels(SHIPPED["fp8"].model_copy(update=change), SHAPE, 8)
-
-
-@pytest.mark.parametrize(
-    ("shape", "q_heads", "message"),
-    [
-        (KVShape(1, 2, 96), 8, r"^model\.path: head_dim=96: the CUDA kernels take 64, 128 or 256; set backend\.device=cpu$"),
-        (KVShape(1, 2, 64), 64, r"^model\.path: num_attention_heads=64: .* up to 16 .* 2 KV heads; set backend\.device=cpu$"),
-    ],
-)
-def test_a_model_that_the_kernels_do_not_support_is_refused(shape: KVShape, q_heads: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_kernels(FP16_POLICY, shape, q_heads)
 
 
 def pretend_gpu(patch: pytest.MonkeyPatch, present: bool, capability: tuple[int, int] = (9, 0)) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from helpers.commands.jobs import configured
-from helpers.refusals import refused
 from helpers.registry.stores import make_artifact
 
 from pipeline.chain.engine_steps import EngineSteps
@@ -20,7 +19,6 @@ from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import reachable_modules
 from stages.core.errors import MissingRequirement
-from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE
@@ -120,30 +118,8 @@ def test_missing_requirements_of_plans_are_named_before_any_work(
         check_inputs(config)
 
 
-def test_the_default_plan_profile_fits_the_shipped_workloads(tmp_path: Path) -> None:
-    config: Any = configured(tmp_path, "backend=tensorrt_rtx")
-    assert config.backend.max_batch >= max(config.workloads.batch_size, config.workloads.load.batch)
-
-
 def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
     assert {"plugins.kv_attention.kernels.decode", "stages.engines.tensorrt.build"} <= set(
         reachable_modules(TensorRTBackend.build_module)
     )
     assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
-
-
-BUILT = BuiltFor(library="TensorRT", version="10.14.1.48", compute_capabilities=["8.9", "9.0"])
-
-
-@pytest.mark.parametrize(
-    ("machine", "message"),
-    [
-        ({"version": "10.15.0.1", "compute_capabilities": ["8.9"]}, "TensorRT 10.15.0.1 and SM 8.9"),
-        ({"compute_capabilities": []}, "TensorRT 10.14.1.48 and no GPU"),
-        ({"library": "TensorRT for RTX", "compute_capabilities": ["8.9"]}, "TensorRT for RTX 10.14.1.48 and SM 8.9"),
-    ],
-)
-def test_an_engine_for_another_gpu_or_version_is_refused(machine: dict[str, object], message: str) -> None:
-    built = "engine: this engine was built for TensorRT 10.14.1.48 and SM 8.9, 9.0"
-    with refused(MissingRequirement, f"{built}, but this machine has {message}: build it here"):
-        check_built_for(Path("engine"), BUILT, BUILT.model_copy(update=machine))

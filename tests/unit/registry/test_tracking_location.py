@@ -5,7 +5,6 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from pipeline.chain.job_run import open_store
 from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry.tracking import Location, compare_url, locate, server_command
 from stages.core.errors import UserError
@@ -63,8 +62,3 @@ def test_the_shown_address_has_no_password_and_opens_the_sweep(tmp_path: Path) -
     query = parse_qs(urlparse(urlparse(url).fragment).query)
     expected = {"searchFilter": ["tags.sweep = '20260101-a b'"], "compareRunsMode": ["CHART"]}
     assert expected.items() <= query.items()
-
-
-def test_without_tracking_no_store_is_opened(tmp_path: Path) -> None:
-    assert open_store(Tracking(enabled=False), tmp_path, "tiny") is None
-    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +33,6 @@ def document(sample: Sample) -> str:
 
 def long_workloads(**changes: Any) -> WorkloadsConfig:
     return builtin_workloads(**{"lengths": [1216, 1536], "length_documents": 2, **changes})
-
-
-def test_a_document_depends_only_on_its_number_seed_and_split() -> None:
-    first = DOCUMENTS[0]
-    assert make_questions(first, 300) == make_questions(first, 300)
-    others = [DOCUMENTS[1], replace(first, seed=1), replace(first, split="calibration"), document_slot(4096, 0, seed=0)]
-    texts = {document(make_questions(slot, 300)[0]) for slot in (first, *others)}
-    assert len(texts) == 5
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -104,13 +95,6 @@ def test_a_document_quotes_the_users_texts_from_a_random_word_on(tmp_path: Path,
     assert "word7\nword8" in document(make_questions(DOCUMENTS[0], 3000, document_words(config))[0])
 
 
-def test_texts_of_numbers_may_have_a_token_per_digit(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("12345678 " * 200)
-    words = document_words(long_workloads(documents=str(tmp_path / "a.txt")))
-    assert words is not None
-    assert len(words) == 200
-
-
 @pytest.mark.parametrize(
     ("content", "changes", "refusal"),
     [
@@ -156,15 +140,6 @@ def test_documents_fill_their_lengths_and_share_one_prefix(chat: bool, tiny_chec
         assert all(item.results for item in items)
 
 
-def test_the_cut_of_a_document_does_not_depend_on_other_samples(tiny_checkpoint: Path) -> None:
-    tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads()
-    samples, own_sample = long_samples(config), Sample("mine", "custom", "a", prompt="b c")
-    fitted = {sample.id: sample for sample in fit_lengths([own_sample, *samples], tokenizer, config)}
-    assert fitted["mine"] == own_sample
-    last = [sample for sample in samples if sample.document == samples[-1].document]
-    assert fit_lengths(last, tokenizer, config) == [fitted[sample.id] for sample in last]
-
-
 def test_a_length_that_is_too_short_is_refused_with_the_minimum(tiny_checkpoint: Path) -> None:
     tokenizer, config = BundleTokenizer(tiny_checkpoint), long_workloads(lengths=[512])
     with pytest.raises(UserError, match=r"workloads.lengths=512: .* alone take up to .* give at least 1,\d+") as refusal:
@@ -192,12 +167,3 @@ def test_lengths_that_cannot_be_judged_are_refused_in_one_line(
     with pytest.raises(UserError, match=refusal) as refused:
         _check_lengths(config_of(*overrides), inspect_checkpoint(tiny_checkpoint))
     assert "\n" not in str(refused.value)
-
-
-def test_texts_without_spaces_fill_every_length(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("关于门的代码。" * 1000, encoding="utf-8")
-    config, tokenizer = long_workloads(documents=str(tmp_path), lengths=[2063, 4112]), BundleTokenizer(tiny_checkpoint)
-    words = document_words(config) or []
-    assert ("".join(words), max(map(len, words))) == ("关于门的代码。" * 1000, 8)
-    fitted = fit_lengths(long_samples(config), tokenizer, config)
-    assert {sample.workload for sample in fitted} == {"long_2063", "long_4112"}
