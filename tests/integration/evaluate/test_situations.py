@@ -35,6 +35,8 @@ NAMED = {
     "waiting_prompt_is_cut": at("batch"),
     "first_page_decides_the_second": at("answers"),
     "first_41_tokens_share_a_page": at("equal"),
+    "stops_seen_in_blocks": at("answers"),
+    "queue_of_73": at("long_queue"),
 }
 LONG = {
     "rows_on_a_prefix_read_as_far_as_the_first": at("shared"),
@@ -50,8 +52,6 @@ LONG = {
     "scales_of_a_page_with_17_users": at("shared"),
     "forks_get_one_new_page": at("shared"),
     "forks_computed_once": at("shared"),
-    "stops_seen_in_blocks": at("answers"),
-    "queue_of_73": at("long_queue"),
     "page_number_in_a_byte": at("crowd"),
     "context_beyond_1024": at("batch", max_tokens=1088),
     "rope_beyond_1024": at("batch", max_tokens=1088),

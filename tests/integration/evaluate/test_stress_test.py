@@ -1,7 +1,6 @@
 """The stress test on real engines: sound engines pass, and faults that the samples cannot reach are named."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -189,65 +188,16 @@ def test_a_fault_that_no_sample_reaches_is_named(
         assert not any(failure.startswith("isolation") for failure in failures), "no request influences another"
 
 
-def stop_tokens_ignored(engine: Any) -> None:
-    generate = engine.generate
-    engine.generate = lambda prompts, limits, _, **options: generate(prompts, limits, (), **options)
-
-
 def three_stop_tokens(engine: Any) -> None:
     """Keep the three lowest stop tokens."""
     generate = engine.generate
     engine.generate = lambda prompts, limits, stops, **more: generate(prompts, limits, sorted(stops)[:3], **more)
 
 
-def no_answers(engine: Any) -> None:
-    """Answer nothing."""
-    engine.generate = lambda prompts, *_, **__: [[] for _ in prompts]
-
-
-def limits_of_the_place(engine: Any) -> None:
-    """With more than 30 waiting prompts, limit an answer like the first answer in the same place of the batch."""
-    generate = engine.generate
-
-    def limited(prompts: Any, limits: Any, stops: Any, *, max_sequences: int) -> Any:
-        if len(prompts) - max_sequences > 30:
-            limits = [limits[place % max_sequences] for place in range(len(prompts))]
-        return generate(prompts, limits, stops, max_sequences=max_sequences)
-
-    engine.generate = limited
-
-
 def rows_by_handle(engine: Any) -> None:
     """Return the rows of a step in the order of their handles."""
     decode = engine._decode
     engine._decode = lambda handles, tokens: decode(*zip(*sorted(zip(handles, tokens, strict=True)), strict=True))
-
-
-def long_turns_cut(engine: Any) -> None:
-    """Lose the last token of a later turn that is longer than a page."""
-    extend = engine.extend
-    engine.extend = lambda handle, tokens: extend(handle, tokens[:-1] if len(tokens) > PAGE_TOKENS else tokens)
-
-
-def many_forks_share(engine: Any) -> None:
-    """From the fifth fork of a sequence on, replace a fork's first entry in the page table by the last entry of its row."""
-    fork, counts, wrong, tables = engine.fork, Counter[int](), set[int](), engine.pool.tables
-
-    def forked(handle: int) -> Any:
-        counts[handle] += 1
-        branch = fork(handle)
-        if counts[handle] > 4:
-            wrong.add(branch)
-        return branch
-
-    def faulty_tables(handles: Sequence[int]) -> Any:
-        page_tables = tables(handles)
-        for row, handle in enumerate(handles):
-            if handle in wrong:
-                page_tables["page_table"][row, 0] = page_tables["page_table"][row, -1]
-        return page_tables
-
-    engine.fork, engine.pool.tables = forked, faulty_tables
 
 
 def idle_loses_a_page(engine: Any) -> None:
@@ -304,13 +254,8 @@ IN_LATER_SCENARIOS = [
     (leaks, "wear", "wear: the process grows by 25"),
     (a_step_is_off, "wear", "wear: "),
     (full_pool_wipes_a_page, "full_pool", "full pool: request"),
-    (stop_tokens_ignored, "answers", "generate: an answer that contains a stop token, to a prompt of"),
     (three_stop_tokens, "answers", "generate: an answer that contains a stop token, to a prompt of"),
-    (no_answers, "answers", "generate: 0 tokens instead of "),
-    (limits_of_the_place, "long_queue", "generate: "),
     (rows_by_handle, "walk", "walk: a "),
-    (long_turns_cut, "walk", "walk: a conversation"),
-    (many_forks_share, "shared", "shared: fork"),
     (FAULTS["third_fork_loses_a_token"].plant, "walk", "walk: "),
 ]
 
