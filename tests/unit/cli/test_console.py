@@ -1,9 +1,7 @@
 """The console's output: progress, jobs, errors and sentences, with and without a terminal."""
 
 import io
-import logging
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,19 +85,6 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
     *_, of_the_job, of_the_sweep = stream.getvalue().splitlines()
     assert of_the_job == "pipeline: error: job 2 of 5 fp8: seed=2: is bad"
     assert of_the_sweep == "pipeline: error: no candidate of the sweep passed"
-
-
-@pytest.mark.parametrize("mode", console.MODES)
-def test_an_applications_capture_of_warnings_is_restored(mode: str) -> None:
-    with warnings.catch_warnings():
-        logging.captureWarnings(True)
-        try:
-            captured = warnings.showwarning
-            console.configure(mode)
-            console.close()
-            assert warnings.showwarning is captured
-        finally:
-            logging.captureWarnings(False)
 
 
 def test_brackets_of_paths_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:

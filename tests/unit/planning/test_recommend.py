@@ -14,8 +14,6 @@ from helpers.verdicts.reports import report as make_report
 
 from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy
-from pipeline.chain.suggesting import evidence_lines
-from pipeline.cli.tables import recommendation_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
 from stages.checkpoints.intake.shapes import ModelShape
@@ -145,49 +143,6 @@ def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object],
     assert expected in reason(recommendation, "fp8")
 
 
-def suggested(recommendation: Recommendation, *arguments: str, model: ModelShape = MODEL) -> list[str]:
-    """Return the arguments of the suggested command."""
-    config = plan([*USE, *arguments], multirun=False).jobs[0]
-    lines = evidence_lines(config, [*arguments, *USE], recommendation, capacity(*arguments), model)
-    (command,) = [line for line in lines if " -m pipeline " in line]
-    return shlex.split(command)[3:]
-
-
-def test_the_first_unjudged_policies_of_the_backend_are_suggested() -> None:
-    recommendation = recommended(judged("fp8"))
-    arguments = suggested(recommendation, "seed=1")
-    assert arguments[:3] == ["-m", "seed=1", "workloads.lengths=[960]"]
-    assert arguments[3:] == ["stage=evaluate", "kv=fp8k_int4v,int4_g32"], "int8 holds fewer tokens than fp8, which passed"
-    assert suggested(recommended(), "seed=1")[-1] == "kv=int8,fp8,fp8k_int4v", "at most three"
-    assert suggested(recommended(), "backend=torch", "seed=1")[-1] == "kv=int8,fp8,fp8k_int4v"
-    lines = "\n".join(recommendation_lines(recommendation, []))
-    assert "not fp16" not in lines
-    assert "that have no evidence and hold at least as many live tokens" in lines
-    assert "more that have no evidence and hold fewer live tokens" in lines
-
-
-def test_only_a_given_policy_is_suggested() -> None:
-    assert suggested(recommended(), "kv=int4_g64")[-1] == "kv=int4_g64"
-    assert suggested(recommended(judged("int8")), "kv=int8")[-1] == "kv=fp8,fp8k_int4v,int4_g32", "int8 has evidence already"
-
-
-def test_the_suggested_command_covers_the_use() -> None:
-    short = ["capacity.contexts=[{tokens: 600, requests: 1}]", "capacity.concurrency=40", "capacity.new_tokens=300"]
-    config = plan([*USE[:2], *short], multirun=False).jobs[0]
-    budget = capacity(*short)
-    (command,) = [line for line in evidence_lines(config, [], recommend(budget, []), budget, MODEL) if "stage=evaluate" in line]
-    assert shlex.split(command)[4:6] == ["workloads.batch_size=40", "workloads.max_scored_tokens=300"]
-
-
-def test_vllm_is_suggested_for_a_use_that_takes_a_cpu_hours() -> None:
-    large = replace(MODEL, tensors=lambda: {"weight": (80_000, 1_000_000)})
-    arguments = suggested(recommended(), "kv=vllm_int8", model=large)
-    assert arguments[:3] == ["experiment=vllm", "backend.max_model_len=1024", "backend.max_num_seqs=8"]
-    assert arguments[-2:] == ["stage=evaluate", "kv=vllm_int8"]
-    assert suggested(recommended(), "kv=int8", model=large)[-1] == "kv=vllm_int8,fp8", "vLLM does not serve int8"
-    assert suggested(recommended(), "kv=int8", "backend=torch", model=large)[-1] == "kv=int8"
-
-
 # stage=recommend on evidence as a run leaves it
 
 EXERCISED = Exercised(longest_context=1000, longest_decode=200, batch=16)
@@ -251,17 +206,6 @@ def test_the_stage_decides_by_its_own_gates_and_use(
     overrides: list[str], tmp_path: Path, changes: list[str], expected: str
 ) -> None:
     assert reason(refused(tmp_path, *overrides, *changes), "int8").startswith(expected)
-
-
-def test_own_questions_of_a_shipped_workloads_name_are_added_to_the_users_file(overrides: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "own.jsonl"
-    file.write_text(json.dumps({"workload": "copy", "prompt": "Repeat: one", "reference": "one"}))
-    system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["fp8"].bytes_per_token(SHAPE) / 1024})
-    measured = {"coverage": EXERCISED, "system": system}
-    own_questions = ["workloads=jsonl", f"workloads.jsonl={file}"]
-    judged_engine(tmp_path / "work" / "artifacts", own_questions, measured=measured, kv="fp8")
-    advice = reason(refused(tmp_path, *overrides, "gates.min_samples=300"), "fp8")
-    assert "judge it again with workloads=jsonl workloads.jsonl=FILE gates.attempt=2, after adding questions" in advice
 
 
 def test_only_policies_that_the_backend_serves_are_suggested(

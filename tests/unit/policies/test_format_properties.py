@@ -5,13 +5,11 @@ test_onnx_*.py compare the ONNX engine's codes with the reference engine's. Lege
 
 import pytest
 import torch
-from helpers.policies.formats import DYNAMIC, FORMATS, QUANTIZED, Trial, add_int2, fitting, fixed, name, tensors, tried
+from helpers.policies.formats import DYNAMIC, FORMATS, QUANTIZED, Trial, fitting, name, tensors, tried
 from hypothesis import given, settings
 from torch import Tensor
 
-from stages.engines.reference.formats import dequantize, hadamard, quantize
 from stages.policies.arithmetic_torch import Options, Static
-from stages.policies.formats import Format
 from stages.policies.nvfp4.arithmetic_torch import ARITHMETIC as NVFP4_ARITHMETIC
 from stages.policies.spec import MIN_SCALE
 from stages.verdict.conformance import E4M3_SCALE_STEP
@@ -58,45 +56,6 @@ def test_numbers_come_back_within_half_a_step(x_HTD: Tensor) -> None:
         assert sum(part.nbytes for part in trial.stored.tensors) == heads * tokens * form.token_bytes(dim), name(form)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_every_integer_code_survives_packing_in_every_channel(
-    bits: int, symmetric: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """int2 exists only in tests."""
-    add_int2(monkeypatch)
-    form = Format(dtype=f"int{bits}", granularity="per_tensor", symmetric=symmetric, scale="calibrated")
-    lowest, highest = (-int(form.code.limit), int(form.code.limit)) if symmetric else (0, form.code.levels)
-    codes = torch.arange(lowest, highest + 1).float()
-    # row r starts with code r, so that every code visits every channel
-    x_HTD = torch.stack([codes.roll(r).repeat(16)[:16] for r in range(len(codes))]).unsqueeze(0)
-    ones = torch.ones(1, 1, 1)
-    static = Static(ones, None if symmetric else 0 * ones)
-    stored = quantize(x_HTD, form, static)
-    assert stored.codes.dtype == torch.int8
-    assert stored.codes.shape[-1] == 16 * bits // 8
-    assert torch.equal(dequantize(stored, form, static), x_HTD)
-    beyond = torch.cat([x_HTD - 1000, x_HTD + 1000])
-    back = dequantize(quantize(beyond, form, static), form, static)
-    assert set(back.unique().tolist()) == {lowest, highest}  # type: ignore[no-untyped-call]
-
-
-@examples
-@given(x_HTD=tensors())
-def test_every_token_and_head_is_quantized_by_itself(x_HTD: Tensor) -> None:
-    """Codes of a token must not depend on other tokens, so chunks, batches and pages cannot matter.
-
-    Rotated formats are excluded: BLAS rounds the matrix product differently for one row than for many.
-    """
-    for form in fitting(FORMATS, x_HTD.shape[-1]):
-        if form.rotation == "hadamard":
-            continue
-        static = fixed(x_HTD, form)
-        together = quantize(x_HTD, form, static).codes[:, -1:]
-        alone = quantize(x_HTD[:, -1:], form, static).codes
-        assert torch.equal(alone.view(torch.uint8), together.view(torch.uint8)), name(form)
-
-
 @pytest.mark.parametrize("number", [2.0**-149, 2.0**-126, 2.0**-24, 2.0**-15, 65504.0, 65480.0])
 def test_the_smallest_and_the_largest_numbers_come_back_finite(number: float) -> None:
     """A rotation adds 64 large numbers, and a zero is rounded down: float16 scales and zeros must saturate, not overflow."""
@@ -107,14 +66,6 @@ def test_the_smallest_and_the_largest_numbers_come_back_finite(number: float) ->
         assert trial.back_HTD.isfinite().all(), name(form)
         if number < 1 and form.scale != "uncalibrated":
             assert (trial.back_HTD - trial.x_HTD).abs().max() <= MIN_SCALE / 2 * (1 + 2.0**-10), name(form)
-
-
-@pytest.mark.parametrize("size", [1, 2, 16, 64, 128, 256])
-def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
-    matrix = hadamard(size)
-    torch.testing.assert_close(matrix @ matrix, torch.eye(size), atol=1e-6, rtol=0)
-    assert torch.equal(matrix, matrix.T)
-    assert torch.equal(matrix.abs(), torch.full((size, size), size**-0.5))
 
 
 def test_conformance_allows_one_step_of_a_blocks_scale() -> None:
