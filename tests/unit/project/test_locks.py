@@ -14,7 +14,6 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pipeline.config.compose import plan
 from stages.core.redaction import secret_name
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -164,14 +163,3 @@ def test_the_image_installs_only_packages_locked_by_hash() -> None:
         by_hash = "--require-hashes -r /build/" in step
         is_torch_or_kvgate = "torch==" in step or "kvgate-*.whl" in step or step.endswith("--wheel-dir /dist .")
         assert by_hash or (is_torch_or_kvgate and "--no-deps" in step), step
-
-
-def test_an_environment_variable_sets_the_default_of_backend_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    def python(*overrides: str) -> object:
-        return plan(["backend=trtllm", "stage=build", *overrides], multirun=False).jobs[0].model_dump()["backend"]["python"]
-
-    assert python() is None
-    monkeypatch.setenv("KVGATE_TRTLLM_PYTHON", "/usr/bin/python3")
-    assert "KVGATE_TRTLLM_PYTHON=/usr/bin/python3" in " ".join(arguments_of("ENV"))
-    assert python() == "/usr/bin/python3"
-    assert python("backend.python=/opt/other") == "/opt/other"
