@@ -29,7 +29,7 @@ INCLUDED = {"workloads/base"}
 """Files of conf/ that others include."""
 RECORDS = {
     "of a work directory": {
-        "pipeline.registry.summary.FILE": "the last evaluation or sweep, for programs: candidates, checks, metrics, exit code",
+        "pipeline.registry.summary.FILE": "the last evaluation or sweep, for programs: candidates, checks, metrics, exit code (null while it runs)",
         "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
         "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
         "stages.core.files.STORE_FILE": "the version of the store's layout, in `artifacts/`",

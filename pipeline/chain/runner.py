@@ -219,8 +219,6 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
             step = next_steps.after_stage(config.facts, base, sweep=sweeping)
         if step is not None:
             step.show()
-        if config.facts.work == "used":
-            summary.finish(config.work, None, code)
         return code
     began = summary.has_begun(config.work, jobs.sweep)
     jobs.begin(config)  # an error may have come before any job
@@ -229,27 +227,25 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     assert candidates or sweeping or code, "a job that ends well records its candidate"
     judged = candidates if sweeping or code == 0 else ()
     unfinished = last.unfinished if sweeping else None
-    write_junit(config.work / JUNIT, last)
+    verdicts = [(candidate.name, candidate.verdict, candidate.checks) for candidate in judged]
+    reason = none_accepted(verdicts, planned.accepted, sweeping=sweeping)
+    refusal: Refusal | None = None if reason is None else GateRefusal(reason)
+    if unfinished is not None:
+        refusal = MissingRequirement(f"{unfinished}; run it again to continue")
+    refused = () if refusal is None else (exit_code(refusal),)
+    code = max((code, *refused, *last.exit_codes.values()), key=SEVERITY.index)
+    write_junit(config.work / JUNIT, last.model_copy(update={"exit_code": code}))
     show_results(config, candidates, last, began=began, compares=sweeping)
     if judged:
         swept = planned.swept_keys
         step = next_steps.after_judging(config, judged, base, swept=swept, unfinished=unfinished is not None)
     if step is not None and last.champion is None:
         step.show()
-    verdicts = [(candidate.name, candidate.verdict, candidate.checks) for candidate in judged]
-    reason = none_accepted(verdicts, planned.accepted, sweeping=sweeping)
-    refusal: Refusal | None = None if reason is None else GateRefusal(reason)
-    if unfinished is not None:
-        refusal = MissingRequirement(f"{unfinished}; run it again to continue")
-    if refusal is not None:
-        code = max(code, exit_code(refusal), key=SEVERITY.index)
-    code = max(code, last.exit_code, key=SEVERITY.index)
-    if not sweeping:
+    if not sweeping:  # the command is its only job
         summary.finish(config.work, last.sweep, code)
-        if refusal is not None:
-            raise refusal
-        return code
     summary.note(config.work, last.sweep, exit_code=code)
+    if refusal is not None and not sweeping:
+        raise refusal
     if refusal is not None:
         console.ended_by(refusal)
     return code

@@ -19,7 +19,7 @@ class StageFacts:
     promotes: bool = False
     """Whether a single job promotes its candidate if it passed."""
     work: Literal["used", "read", "ignored"] = "used"
-    """Use of the work directory. If "used", summary.json records the exit code, and stage=prune removes nothing meanwhile."""
+    """Use of the work directory. If "used", stage=prune removes nothing meanwhile."""
     reads: tuple[str, ...] = ()
     """Keys that only some stages read, this stage among them. The other stages refuse a value for such a key."""
     needs_input: bool = False

@@ -1,8 +1,8 @@
 """`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
 
 Only evaluations have summaries. `summary.json` is a copy of the summary that was written last. A promotion changes this copy
-and the summary of its sweep. Other commands that do not judge change only the copy. A sweep adds candidates only to its own
-summary, so concurrent commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
+and the summary of its sweep, a rollback only the copy. A sweep adds candidates only to its own summary, so concurrent commands
+lose no candidate. A promotion uses a summary only to know which candidates to consider.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pipeline.store.locks import locked
-from stages.core.errors import INTERRUPTED, SEVERITY, UserError
+from stages.core.errors import INTERRUPTED, UserError
 from stages.core.files import write_atomically
 from stages.core.redaction import redact_text
 from stages.core.strict import MAX_TEXT_BYTES, StrictModel, Unreadable, first_problem, read_file
@@ -47,7 +47,8 @@ class Summary(StrictModel):
     candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
     """Name of the candidate that serves, after a promotion or a rollback."""
-    exit_code: int = 0
+    exit_code: int | None = None
+    """Exit code of the command that judged; null while it runs, and if it was killed."""
 
     @property
     def single(self) -> bool:
@@ -179,17 +180,10 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     return _update(workdir, sweep, change)
 
 
-def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1) -> Summary:
-    """Record the exit code of a job. A sweep's exit code is the worst exit code of its jobs.
-
-    Without a sweep (the stage does not judge), the exit code replaces `exit_code` in `summary.json`, if this file exists. If a
-    cluster ran a job twice, only the last exit code counts.
-    """
-    if sweep is None:
-        return note(workdir, None, exit_code=exit_code) if (workdir / FILE).exists() else load(workdir)
+def finish(workdir: Path, sweep: str, exit_code: int, job: int = 1) -> Summary:
+    """Record the exit code of a job. If a cluster ran a job twice, only the last exit code counts."""
 
     def change(old: Summary) -> Summary:
-        codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
-        return old.model_copy(update={"exit_codes": codes, "exit_code": max(codes.values(), key=SEVERITY.index)})
+        return old.model_copy(update={"exit_codes": dict(sorted({**old.exit_codes, job: exit_code}.items()))})
 
     return _update(workdir, sweep, change)

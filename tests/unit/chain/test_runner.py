@@ -93,7 +93,7 @@ def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkey
 
     def promote(_: Run, last: summary.Summary) -> None:
         now = summary.load(tmp_path)
-        promoted.append((now.unfinished is None, last.unfinished == now.unfinished))
+        promoted.append((now.unfinished is None, last.unfinished == now.unfinished, now.exit_code))
         raise ModuleNotFoundError("No module named 'psycopg2'", name="psycopg2")
 
     judging(monkeypatch, "PASS")
@@ -101,7 +101,7 @@ def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkey
     (config,) = plan([f"workdir={tmp_path}", "stage=all"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match="psycopg2 is not installed here"):
         run_job(config)
-    assert promoted == [(False, True)]
+    assert promoted == [(False, True, None)]
     last = summary.load(tmp_path)
     assert (last.exit_code, last.exit_codes, last.unfinished) == (4, {1: 4}, None)
 
@@ -134,7 +134,9 @@ def test_a_sweep_without_candidates_ends_with_advice(
     page = tmp_path / "report.html"
     page.write_text("yesterday's")
     overrides = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
-    assert runner.run(plan(overrides, multirun=True), "20260101") == (3 if judged else 4)
+    code = runner.run(plan(overrides, multirun=True), "20260101")
+    assert code == summary.load(tmp_path).exit_code == (3 if judged else 4)
+    assert f'type="exit code {code}"' in (tmp_path / "junit.xml").read_text()
     output = capsys.readouterr().out
     assert output.count("Next: ") == 1
     assert output.index("Next: ") > output.index("job int4")

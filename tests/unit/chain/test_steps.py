@@ -122,14 +122,15 @@ def test_without_compared_requests_no_reference_engine_is_built(
     assert ("build int8 as torch" in titles) is (compared > 0)
 
 
-def test_a_sweep_that_judges_nothing_keeps_the_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_that_judges_nothing_changes_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(_: Run) -> None:
         raise MissingRequirement("no compiler")
 
     monkeypatch.setitem(actions.ACTIONS, "build", build)
     summary.begin(tmp_path, "judged", ["fp8"])
+    summary.note(tmp_path, "judged", exit_code=0)
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
     assert runner.run(planned, "built") == 4
     last = summary.load(tmp_path)
-    assert (last.sweep, last.exit_code) == ("judged", 4)
+    assert (last.sweep, last.exit_code) == ("judged", 0)
     assert [path.name for path in (tmp_path / "summaries").iterdir()] == ["judged.json"]
