@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
@@ -14,7 +16,7 @@ from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage
 from pipeline.evidence.findings import require_same
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, read_evidence
+from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, read_evidence, with_questions
 from pipeline.evidence.verify import replay
 from pipeline.registry import routing, summary
 from pipeline.registry.monitors import read_snapshot
@@ -185,9 +187,16 @@ def _say(lines: Iterable[str]) -> None:
 def verify(run: Run) -> None:
     """Replay the evidence of an engine, offline. Only the lock files of its store are written."""
     directory = bundle_directory(str(run.config.bundle))
-    signing, store = run.config.signing, store_of(directory.resolve() / BUNDLE_FILE)  # perhaps outside of the work directory
-    with nullcontext() if store is None else used(store, make=False), show_progress("replaying the evidence"):
-        replays = [(evidence, replay(evidence, signing)) for evidence in map(read_evidence, find_evidence(directory))]
+    signing, workloads = run.config.signing, run.config.workloads
+    store = store_of(directory.resolve() / BUNDLE_FILE)  # perhaps outside of the work directory
+    with (
+        nullcontext() if store is None else used(store, make=False),
+        show_progress("replaying the evidence"),
+        TemporaryDirectory(prefix="kvgate-") as scratch,
+    ):
+        found = enumerate(map(read_evidence, find_evidence(directory)))
+        all_evidence = [with_questions(evidence, workloads, Path(scratch, str(number))) for number, evidence in found]
+        replays = [(evidence, replay(evidence, signing)) for evidence in all_evidence]
     for evidence, findings in replays:
         identity = evidence.identity
         console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))

@@ -7,7 +7,7 @@ version in the second layout.
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count, takewhile
 from pathlib import Path
@@ -52,6 +52,14 @@ class Evidence:
     rows: list[SampleRow]
     problem: str | None
     """Reason why the report or its samples are unreadable; None if they are readable or missing."""
+    questions: Path | None = None
+    """Folder with the user's file of questions or texts, if it is not in `directory`."""
+
+    @property
+    def workloads_file(self) -> Path | None:
+        """Place of the user's file of questions or texts; None if all samples are generated. The file may be missing."""
+        name = self.identity.workloads_file
+        return None if name is None else (self.questions or self.directory) / name
 
     @property
     def engine(self) -> Path | None:
@@ -190,21 +198,30 @@ def download_evidence(registry: "RegistryReader", version: Version, folder: Path
 
 
 def add_questions(evidence: Evidence, workloads: WorkloadsConfig) -> None:
-    """Copy the user's file of questions or texts into downloaded evidence, if `workloads` names the file that was asked.
+    """Copy the user's file of questions or texts to its place, if `workloads` names the file that was asked.
 
     The registry has only the digest of the file. Raises UserError if the file cannot be read.
     """
-    name, key, path = evidence.identity.workloads_file, workloads.user_key, workloads.user_path
-    if name is None or path is None:
+    place, key, path = evidence.workloads_file, workloads.user_key, workloads.user_path
+    if place is None or path is None:
         return
     content = user_content(f"workloads.{key}", path)
     if sha256(content).hexdigest() == evidence.identity.link("evaluation").inputs.get(key):
-        write_questions(evidence.directory / name, content)
+        write_questions(place, content)
+
+
+def with_questions(evidence: Evidence, workloads: WorkloadsConfig, folder: Path) -> Evidence:
+    """Return evidence whose questions are a copy in `folder`, if its directory has none. Arguments: see `add_questions`."""
+    if evidence.workloads_file is None or os.path.lexists(evidence.workloads_file):
+        return evidence
+    elsewhere = replace(evidence, questions=folder)
+    add_questions(elsewhere, workloads)
+    return elsewhere
 
 
 def write_questions(path: Path, content: bytes) -> None:
-    """Write the user's file of questions or texts to its place in downloaded evidence."""
-    path.parent.mkdir(exist_ok=True)
+    """Write the user's file of questions or texts to its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 

@@ -182,8 +182,7 @@ def _check_samples(evidence: Evidence, engine: Path, report: EvaluationReport) -
         if config.user_path is not None and not config.user_path.is_file():
             key = config.user_key
             overrides = f"workloads={key} workloads.{key}=FILE"
-            detail = f"your file is missing; give promote or rollback {overrides}, and copy it to {config.user_path} for verify"
-            return Finding(SAMPLES_CHECK, "missing", detail)
+            return Finding(SAMPLES_CHECK, "missing", f"the file that was asked is missing; give {overrides}")
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples
             from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds, workloads_digest
@@ -204,16 +203,16 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
 
     The copy may be missing. Raises UserError if the configuration is unreadable, or if the copy is a link or another file.
     """
-    identity, link = evidence.identity, evidence.identity.link("evaluation")
+    link = evidence.identity.link("evaluation")
     try:
         config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))
     except (KeyError, ValidationError) as error:
         raise UserError(f"the questions cannot be read: {str(error).splitlines()[0]}") from None
-    if identity.workloads_file is None:
+    path = evidence.workloads_file
+    if path is None:
         if config.user_path is not None:  # the identity's author chose this path: never open it
             raise UserError("the user's samples or texts were asked, and the evidence has no copy")
         return config
-    path = evidence.directory / identity.workloads_file
     if path.is_symlink() or path.parent.is_symlink():
         raise UserError(f"{path} is a link, not a file")
     if path.is_file() and file_digest(path) != link.inputs.get(config.user_key):

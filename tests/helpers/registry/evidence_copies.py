@@ -28,9 +28,10 @@ def wrong(directory: Path) -> dict[str, str]:
     return {finding.name: finding.status for finding in replayed(directory) if finding.status != "same"}
 
 
-def code(directory: Path) -> int:
-    """Return the exit code of `stage=verify bundle=DIRECTORY`."""
-    config = VERIFYING.model_copy(update={"bundle": str(directory), "workdir": str(directory / "nowhere")})
+def code(directory: Path, **workloads: str) -> int:
+    """Return the exit code of `stage=verify bundle=DIRECTORY` with keys of `workloads`."""
+    given = VERIFYING.workloads.model_copy(update=workloads)
+    config = VERIFYING.model_copy(update={"bundle": str(directory), "workdir": str(directory / "nowhere"), "workloads": given})
     try:
         verify(Run(config))
     except Exception as error:

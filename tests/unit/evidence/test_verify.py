@@ -175,7 +175,8 @@ def test_a_copy_without_its_identity_names_the_missing_file(copy: Path) -> None:
 
 def test_samples_travel_with_evidence_and_links_are_not_read(tmp_path: Path) -> None:
     samples = tmp_path / "mine.jsonl"
-    samples.write_text('{"prompt": "2 + 2 =", "reference": "4"}\n')
+    content = '{"prompt": "2 + 2 =", "reference": "4"}\n'
+    samples.write_text(content)
     judged = judged_engine(tmp_path / "store", ["workloads=jsonl", f"workloads.jsonl={samples}"])
     copy = exported(judged, tmp_path / "copy", *ALL)
     without_path = exported(judged, tmp_path / "other", *ALL)
@@ -192,6 +193,12 @@ def test_samples_travel_with_evidence_and_links_are_not_read(tmp_path: Path) -> 
     assert wrong(copy) == {SAMPLES: "differs"}
     (copy / "workloads" / "mine.jsonl").unlink()
     assert wrong(copy) == {SAMPLES: "missing"}
+    samples.write_text(content)
+    other = tmp_path / "other.jsonl"
+    other.write_text(content + "\n")
+    samples.rename(tmp_path / "renamed.jsonl")
+    assert [code(copy), code(copy, jsonl=str(other)), code(copy, jsonl=str(tmp_path / "renamed.jsonl"))] == [4, 4, 0]
+    assert list((copy / "workloads").iterdir()) == [], "a verification writes nothing"
 
 
 def test_the_users_texts_travel_with_the_evidence_as_one_file(tmp_path: Path) -> None:

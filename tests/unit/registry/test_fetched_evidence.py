@@ -110,7 +110,7 @@ def test_a_rollback_needs_the_questions_that_were_asked(fleet: Fleet, tmp_path: 
     for questions in ([], ["workloads=jsonl", f"workloads.jsonl={changed}"]):
         with pytest.raises(
             MissingRequirement,
-            match=r"again: samples, made again: missing, your file is missing; give promote or rollback workloads=jsonl ",
+            match=r"again: samples, made again: missing, the file that was asked is missing; give workloads=jsonl ",
         ):
             fleet.command("stage=rollback", *questions)
     fleet.command("stage=rollback", "workloads=jsonl", f"workloads.jsonl={OWN}")
