@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from stages.report.exhibit import Exhibit
 
 PAGE = "report.html"
-"""File in the work directory that shows the last evaluation, sweep or promotion. A command that begins to judge and ends
-without a verdict removes it."""
+"""File in the work directory that shows the last evaluation, sweep or promotion."""
+EARLIER_PAGE = "report.earlier.html"
+"""New name of PAGE after a command that began to judge and ended without a verdict."""
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def show_results(config: Config, candidates: Sequence[Candidate], last: Summary,
     """Show the report of judged candidates. With `compares`, also a table, and their runs in MLflow.
 
     If there is a champion, the promotion has shown the report already. If there is no candidate although a job began to judge
-    (`began`), the report of an earlier command is removed; an OSError must not replace the command's own error.
+    (`began`), the report of an earlier command is renamed; an OSError must not replace the command's own error.
     """
     compares = compares and bool(candidates)
     if compares:
@@ -60,8 +61,8 @@ def show_results(config: Config, candidates: Sequence[Candidate], last: Summary,
         show_page(config, candidates, last, unfinished=last.unfinished)
     elif last.champion is None and began:
         with suppress(OSError):
-            (config.work / PAGE).unlink()
-            console.say(f"no verdict: {PAGE} of an earlier command was removed")
+            (config.work / PAGE).replace(config.work / EARLIER_PAGE)
+            console.say(f"no verdict: {PAGE} of an earlier command is now {EARLIER_PAGE}")
     if compares:
         compare_in_mlflow(config, candidates, last.sweep)
 

@@ -26,7 +26,7 @@ def test_every_declared_stage_has_a_function() -> None:
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_an_old_report_is_removed_and_never_hides_the_error(
+def test_an_old_report_is_renamed_and_never_hides_the_error(
     is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(self: FakeBackend, bundle: Path) -> None:  # noqa: ARG001
@@ -35,13 +35,17 @@ def test_an_old_report_is_removed_and_never_hides_the_error(
     use_fake_stages(monkeypatch)
     monkeypatch.setattr(FakeBackend, "load", refuse)
     page = tmp_path / "report.html"
-    page.write_text("yesterday's") if is_file else page.mkdir()  # a folder cannot be unlinked
+    earlier = tmp_path / "report.earlier.html"
+    page.write_text("yesterday's")
+    if not is_file:
+        earlier.mkdir()  # a file cannot replace a folder
     (config,) = plan([f"workdir={tmp_path}", "calibration.samples=4", "tracking=none", "stage=evaluate"], multirun=False).jobs
-    for removed in (is_file, False):
+    for renamed in (is_file, False):
         with pytest.raises(MissingRequirement, match="no GPU"):
             run_job(config)
-        assert ("report.html of an earlier command was removed" in capsys.readouterr().out) == removed
+        assert ("report.html of an earlier command is now report.earlier.html" in capsys.readouterr().out) == renamed
     assert page.exists() == (not is_file)
+    assert not is_file or earlier.read_text() == "yesterday's", "a second failure does not lose it"
 
 
 def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
