@@ -6,10 +6,11 @@ stand-in uses the digest of its recipe instead, so that two jobs of a sweep with
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from pipeline.chain.actions import PREVIEWS
@@ -25,12 +26,15 @@ from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Entry, Recipe
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code, required_libraries
+from stages.core.records import Sample
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.planning.duration import verdict_work
 from stages.verdict.candidate import none_accepted
 from stages.verdict.gates import decide
+from stages.verdict.gates.evaluation import too_few
 from stages.verdict.report import load_report, load_rows
+from stages.verdict.thresholds import Thresholds
 from stages.verdict.verdict import Verdict
 from stages.workloads.config import LONG, LONG_QUESTIONS
 
@@ -173,5 +177,16 @@ def _say_questions(run: Run) -> None:
     model = read_model(path)
     backend = run.config.backend
     if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:
-        for line in verdict_lines(verdict_work(rounds, workloads), model, model.parameters, backend.threads):
+        work = verdict_work(rounds, workloads)
+        pass_needs = "more than a quick check" if workloads.is_quick_check else rounds_of_a_pass(rounds, run.config.gates)
+        for line in verdict_lines(work, model, model.parameters, backend.threads, pass_needs):
             console.say(line)
+
+
+def rounds_of_a_pass(rounds: Sequence[Sequence[Sample]], gates: Thresholds) -> str:
+    """Return the rounds that a PASS needs at least: `all 4 rounds`, or `at least 2 of 4 rounds`."""
+    asked = accumulate(map(list, rounds))
+    needed = next((number for number, samples in enumerate(asked, start=1) if too_few(samples, gates) is None), len(rounds))
+    if needed == len(rounds):
+        return f"all {len(rounds)} rounds" if len(rounds) > 1 else "the only round"
+    return f"at least {needed} of {len(rounds)} rounds"

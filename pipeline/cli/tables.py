@@ -170,19 +170,22 @@ MIN_SECONDS = 30
 """Minimum estimated duration of a verdict, in seconds, for which `verdict_lines` returns lines."""
 
 
-def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int) -> list[str]:
-    """Return lines with the work, memory and time of a verdict on a CPU; empty for tiny models, which take seconds."""
+def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int, pass_needs: str) -> list[str]:
+    """Return lines with the work, memory and time of a verdict on a CPU; empty for tiny models, which take seconds.
+
+    `pass_needs`: the rounds that a PASS needs, such as `all 4 rounds`.
+    """
     first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
     if whole < MIN_SECONDS:
         return []
     memory = f"{work.gib(parameters, model.kv):.2g}"
     parts = [f"{tokens - decoded:,.0f} and {decoded:,.0f}" for tokens, decoded, *_ in (work.first, work.whole)]
     return [
-        f"tokens to prefill and decode, both engines: about {parts[0]} if the first round decides, {parts[1]} in all rounds; "
+        f"tokens to prefill and decode, both engines: about {parts[0]} in the first round, {parts[1]} in all rounds; "
         f"the reference engine computes {work.reference[0]:,.0f}",
         f"a verdict on a CPU (backend=onnxruntime, {threads} threads) takes about {memory} GiB of memory and, if nothing "
-        f"is reused, {duration(first)} if the first round decides, {duration(whole)} in all rounds (at the rates of a Xeon "
-        "with AVX-512 and nothing else to do)",
+        f"is reused, {duration(first)} for the first round, {duration(whole)} for all rounds (at the rates of a Xeon with "
+        f"AVX-512 and nothing else to do); a PASS needs {pass_needs}",
     ]
 
 

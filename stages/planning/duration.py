@@ -70,7 +70,7 @@ class VerdictWork:
     """The work of a verdict on one policy and its baseline."""
 
     first: Work
-    """The work of baseline and candidate on the default engine if the first round decides."""
+    """The work of baseline and candidate on the default engine in the first round."""
     whole: Work
     """The work of baseline and candidate on the default engine in all rounds."""
     reference: Work
@@ -83,7 +83,7 @@ class VerdictWork:
         return (BYTES_PER_PARAMETER * parameters + FP16_POLICY.bytes_per_token(shape) * self.cached) / GIB + REST_GIB
 
     def seconds(self, parameters: int, width: int, threads: int) -> tuple[float, float]:
-        """Return the seconds of a verdict if the first round decides, and if all rounds run.
+        """Return the seconds of a verdict after the first round, and after all rounds.
 
         `width`: query channels of all layers, which are layers times heads times head_dim.
         """
