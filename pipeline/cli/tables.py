@@ -112,8 +112,8 @@ def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
     first, *more_reasons = candidate.reasons or ("no reason was recorded",)
     lines = [f"  why: {blind}{first}{f' (and {len(more_reasons)} more in the report)' if more_reasons else ''}"]
     if passed:
-        lines = [f"  holds {candidate.covered}"] if candidate.covered is not None else []
-        lines += [f"  {candidate.caveat}"] if candidate.caveat is not None else []
+        lines = [f"  {candidate.caveat}"] if candidate.caveat is not None else []
+        lines += [f"  holds {candidate.covered}"] if candidate.covered is not None else []
     if undecided_check:
         lines = ["  a quick check never passes: no request was compared with the reference engine"]
     title = "QUICK CHECK" if undecided_check else candidate.verdict

@@ -54,7 +54,8 @@ def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
     noun = "KV cache" if len(candidates) == 1 else "KV caches"
     first = next((c for c in candidates if c.name == champion or len(candidates) == 1), None)
     keeps = f" {first.name} {first.kept}." if first is not None and first.kept is not None else ""
-    return f"{len(candidates)} {noun} judged against FP16 on the decode path: {counted}.{keeps}"
+    leaves = f" Left open: {first.caveat}." if first is not None and first.caveat is not None else ""
+    return f"{len(candidates)} {noun} judged against FP16 on the decode path: {counted}.{keeps}{leaves}"
 
 
 def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[dict[str, Any]]:

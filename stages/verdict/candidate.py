@@ -13,8 +13,6 @@ from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """Fields of a candidate that come from its verdict."""
-MAX_OPEN_SHARE = 0.1
-"""Maximum share of ruined requests that a PASS may leave open without a caveat. About 50 sound documents show less."""
 CITED = ("engine", "baseline", "report", "identity")
 """Fields of a candidate that cite evidence."""
 
@@ -53,6 +51,8 @@ class Candidate(StrictModel):
     samples_needed: Mapping[str, int] = {}
     """Workload, or "all" -> samples that would decide the next attempt if the rates stay the same. Workloads that passed are
     included if the next attempt needs more of their samples."""
+    stress_share: float = 1.0
+    """Share of the stress test that ran."""
     metrics: Mapping[str, float]
     """Finite metrics by name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
     engine: Cited
@@ -99,11 +99,12 @@ class Candidate(StrictModel):
 
     @property
     def caveat(self) -> str | None:
-        """Caveat of a PASS on few documents: the share of ruined requests that they cannot exclude; None if it is small."""
-        line = next((check for check in self.checks if check.gate == Gate.RUINED), None)
-        if self.verdict != "PASS" or line is None or line.bound is None or line.bound <= MAX_OPEN_SHARE:
-            return None
-        return f"too few documents to exclude that {100 * line.bound:.0f} % of requests are ruined"
+        """What a PASS on few questions leaves open: ruined requests, and a part of the stress test; None if nothing."""
+        ruined = [check for check in self.checks if check.gate == Gate.RUINED]
+        open_shares = [line.bound for line in ruined if line.bound is not None and line.bound > (line.threshold or 0.0)]
+        parts = [f"too few documents to exclude that {100 * share:.2g} % of requests are ruined" for share in open_shares]
+        parts += [f"{100 * self.stress_share:.0f} % of the stress test ran"] if self.stress_share < 1 else []
+        return "; ".join(parts) or None if self.verdict == "PASS" else None
 
     @property
     def figures(self) -> list[str]:

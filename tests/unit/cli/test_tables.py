@@ -24,7 +24,8 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
     assert re.fullmatch(
         r"PASS fp8: keeps 100\.8 % of the probability of right answers \(at least 100\.4 %\); right answers 0\.984, of FP16 "
         r"1\.000; mean KL 0\.0e\+00 "
-        r"1\.000 KiB/token, FP16 2\.000: the same memory holds 2\.00 times the tokens",
+        r"1\.000 KiB/token, FP16 2\.000: the same memory holds 2\.00 times the tokens "
+        r"too few documents to exclude that 6\.4 % of requests are ruined",
         first,
     )
     grid = comparison([judged])
@@ -32,12 +33,24 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row[2] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
-@pytest.mark.parametrize(("bound", "remark"), [(0.299, "exclude that 30 % of requests are ruined"), (0.085, ""), (None, "")])
-def test_a_pass_on_few_documents_says_what_it_leaves_open(bound: float | None, remark: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bound", "share", "remark"),
+    [
+        (0.299, 1.0, "too few documents to exclude that 30 % of requests are ruined"),
+        (0.068, 0.1, "too few documents to exclude that 6.8 % of requests are ruined; 10 % of the stress test ran"),
+        (0.024, 0.1, "10 % of the stress test ran"),
+        (0.024, 1.0, None),
+        (None, 1.0, None),
+    ],
+)
+def test_a_pass_on_few_questions_says_what_it_leaves_open(
+    bound: float | None, share: float, remark: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = Check(gate=Gate.RUINED, where="all", value=0.0, bound=bound, threshold=0.025, status="PASS", reason="none")
-    passed = judged_candidate(tmp_path, "fp8", metrics={}).model_copy(update={"checks": (line,)})
-    assert remark in (passed.caveat or "")
-    assert (passed.caveat is None) == (remark == "")
+    passed = judged_candidate(tmp_path, "fp8", metrics={}).model_copy(update={"checks": (line,), "stress_share": share})
+    assert passed.caveat == remark
+    print_verdict(passed)
+    assert (f"\n  {remark}\n" in capsys.readouterr().out) == (remark is not None)
     assert passed.model_copy(update={"verdict": "FAIL"}).caveat is None
 
 
