@@ -3,6 +3,7 @@
 The command judges at most three policies, and sets every key that the use needs.
 """
 
+import os
 from collections.abc import Sequence
 
 from pipeline.cli.next_steps import command_line
@@ -28,6 +29,10 @@ SLOW_S = 3600
 """Seconds of prefill on this machine's CPU from which a GPU is suggested."""
 GPU_SHARE = 0.75
 """Share of a GPU that vLLM may use under `experiment=vllm`; the reference engine takes the rest."""
+ACTIVATIONS_GIB = 5
+"""Memory of vLLM's activations, as in docs/serve-8b.md."""
+DOCUMENTS = 60
+"""Documents of a suggested command. With fewer, few formats on vLLM pass (docs/serve-8b.md)."""
 GPU_NOTE = "a CPU takes hours for this use: judge it with vLLM on a GPU, then repeat this command with backend=vllm"
 
 
@@ -112,9 +117,14 @@ def _vllm_keys(config: Config, capacity: Capacity, remaining: Sequence[str]) -> 
         keys.append(f"backend.max_num_seqs={use.concurrency}")
     if use.tensor_parallel > 1:
         keys.append(f"backend.tensor_parallel_size={use.tensor_parallel}")
-    if "backend.kv_cache_gib" not in given_keys and cache > 0 and budget.weights + cache * GIB <= GPU_SHARE * budget.gpu:
+    # A plan may give the cache the memory that the reference engine needs while kvgate judges.
+    cache = min(cache, int(GPU_SHARE * budget.gpu - budget.weights) // GIB - ACTIVATIONS_GIB)
+    if "backend.kv_cache_gib" not in given_keys and cache > 0:
         keys.append(f"backend.kv_cache_gib={cache}")
-    return keys
+    if config.workloads.jsonl is None and "workloads.length_documents" not in given_keys:
+        keys.append(f"workloads.length_documents={DOCUMENTS}")
+    python = config.backend.python if isinstance(config.backend, VllmConfig) else os.environ.get("KVGATE_VLLM_PYTHON")
+    return keys if python else [*keys, "backend.python=PYTHON"]
 
 
 def _use_keys(config: Config, changes: Sequence[str]) -> list[str]:
