@@ -31,6 +31,9 @@ from stages.verdict.report import load_report, load_rows
 REPORTING_FAILED = "a later step failed"
 """End of the warning about a move that succeeded but could not be reported."""
 
+UNREAD = {"log", "dry", "bundle", "capacity", "monitor", "promote", "routing", "signing"}
+"""Groups and keys that do not affect a verdict, which MLflow does not log."""
+
 
 def quantize(run: Run) -> None:
     exports = run.make()
@@ -48,8 +51,8 @@ def build(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Judge the engine against the baseline (the engine with an FP16 cache), and register it."""
     config, steps, store = run.config, run.verdict_steps, run.registry
-    whole = config.model_dump(mode="json", exclude={"log", "dry"})
-    recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
+    read = config.model_dump(mode="json", exclude=UNREAD)
+    recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, read)
     with recorded as run_id:
         evaluation = steps.report()
         with show_progress("deciding"):

@@ -32,7 +32,7 @@ from pipeline.registry.store_errors import check_reachable, store_errors
 from pipeline.registry.store_files import check_files, follow_move
 from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, LostFiles, RegisteredModel, Version
 from pipeline.store.locks import locked, locked_at_once
-from stages.core.errors import UserError
+from stages.core.errors import UserError, describe
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
@@ -196,7 +196,7 @@ class MlflowStore(RegistryReader):
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
         """Open a candidate's run for the block and yield its id. Its configuration is logged without secrets.
 
-        The run ends as FAILED after an exception, as KILLED after Ctrl-C.
+        The run ends as FAILED after an exception, with the message as its tag `reasons`, and as KILLED after Ctrl-C.
         """
         lock = self._locks / token_hex(8)
         with ExitStack() as stack:
@@ -210,7 +210,11 @@ class MlflowStore(RegistryReader):
                 self.client.log_batch(
                     run_id, params=[Param(name, value) for name, value in run_content.flat_params(config).items()]
                 )
-                yield run_id
+                try:
+                    yield run_id
+                except Exception as error:
+                    self.client.set_tag(run_id, "reasons", redact_text(describe(error)))
+                    raise
                 status = "FINISHED"
             except (KeyboardInterrupt, SystemExit):
                 status = "KILLED"

@@ -101,8 +101,17 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize(("error", "status"), [(RuntimeError, "FAILED"), (KeyboardInterrupt, "KILLED"), (SystemExit, "KILLED")])
-def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, error: type[BaseException], status: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (UserError(f"no GPU at https://me:{SECRET}@host"), "FAILED", "no GPU at https://***@host"),
+        (KeyboardInterrupt(), "KILLED", None),
+        (SystemExit(), "KILLED", None),
+    ],
+)
+def test_a_run_that_does_not_end_well_is_closed_as_such(
+    store: MlflowStore, error: BaseException, status: str, reason: str | None
+) -> None:
     runs = list[str]()
 
     def ends() -> None:
@@ -110,9 +119,10 @@ def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, erro
             runs.append(run_id)
             raise error
 
-    with pytest.raises(error):
+    with pytest.raises(type(error)):
         ends()
-    assert [store.client.get_run(run_id).info.status for run_id in runs] == [status]
+    (run,) = map(store.client.get_run, runs)
+    assert (run.info.status, run.data.tags.get("reasons")) == (status, reason)
 
 
 def test_an_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
