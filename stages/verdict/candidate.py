@@ -68,6 +68,9 @@ class Candidate(StrictModel):
     version: str = ""
     """Number of the model version; "" if the engine is not registered."""
 
+    def __repr__(self) -> str:
+        return f"Candidate({self.name} of {self.model}: {self.verdict})"
+
     def below(self, workdir: Path) -> "Candidate":
         """Return the candidate with corrected paths, if its work directory was moved to `workdir`."""
         return self.model_copy(update={name: getattr(self, name).below(workdir) for name in CITED})

@@ -48,7 +48,7 @@ def test_a_pass_on_few_questions_says_what_it_leaves_open(
 ) -> None:
     line = Check(gate=Gate.RUINED, where="all", value=0.0, bound=bound, threshold=0.025, status="PASS", reason="none")
     passed = judged_candidate(tmp_path, "fp8", metrics={}).model_copy(update={"checks": (line,), "stress_share": share})
-    assert passed.caveat == remark
+    assert (passed.caveat, repr(passed)) == (remark, "Candidate(fp8 of tiny: PASS)")
     print_verdict(passed)
     assert (f"\n  {remark}\n" in capsys.readouterr().out) == (remark is not None)
     assert passed.model_copy(update={"verdict": "FAIL"}).caveat is None
