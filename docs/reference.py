@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """Llama-3-8B's, for which the table of policies counts bytes."""
-INCLUDED = {"workloads/base"}
-"""Files of conf/ that others include."""
 RECORDS = {
     "of a work directory": {
         "pipeline.registry.summary.FILE": "the last evaluation, for programs: candidates, checks, exit code (null: it runs)",
@@ -223,10 +221,8 @@ def keys() -> list[str]:
 
 def groups() -> list[str]:
     """Return the options of every group, described by the first comment of their files."""
-    files = [
-        path for path in sorted(CONF.glob("*/*.yaml")) if path.relative_to(CONF).with_suffix("").as_posix() not in INCLUDED
-    ]
-    some = [(f"`{path.parent.name}={path.stem}`", linked(first_comment(path))) for path in files if path.parent.name != "kv"]
+    files = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "kv"]
+    some = [(f"`{path.parent.name}={path.stem}`", linked(first_comment(path))) for path in files]
     return [
         "## Groups and options",
         "",

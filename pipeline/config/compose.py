@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from pipeline.config import CONF
 from pipeline.config.auto_options import AUTO, AUTO_OPTIONS, is_tiny
 from pipeline.config.config import Config
-from pipeline.config.explain import explain_validation
+from pipeline.config.explain import backends_with, explain_validation
 from pipeline.config.missing import missing_files
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
@@ -77,7 +77,8 @@ def to_config(composed: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        fix = "give it a value, or name a key or a variable that exists"
+        missing = re.search(r"'backend\.(\w+)' not found", str(error))  # experiment=vllm refers to keys of vLLM
+        fix = f"set {backends_with(missing[1])}" if missing else "give it a value, or name a key or a variable that exists"
         raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {fix}") from error
     assert isinstance(values, dict)
     _refuse_secrets(values)
@@ -227,7 +228,10 @@ def _plan_jobs(overrides: list[Override], multirun: bool, parser: OverridesParse
         key, _, values = swept.partition("=")
         if OmegaConf.is_list(OmegaConf.select(composed, first.key_or_group)) and not re.search(r"[\[(]", values):
             raise UserError(f"{swept}: a list has brackets; write {shlex.quote(f'{key}=[{values}]')}")
-        raise UserError(f"{swept}: several values need a sweep; add -m, or quote one text with commas: {as_text(swept)}")
+        fix = f"quote one text with commas: {as_text(swept)}"
+        if isinstance(OmegaConf.select(composed, first.key_or_group), int | float):
+            fix = "give one number, with a point for decimals"
+        raise UserError(f"{swept}: several values need a sweep; add -m, or {fix}")
     if launcher != BASIC:
         raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
     return Plan([to_config(composed)], (plain,))

@@ -61,7 +61,7 @@ class CalibrationConfig(StrictModel):
     """Texts for ModelOpt's calibration of static scales: generated, or read from a file."""
 
     samples: Annotated[int, Field(ge=1, le=100_000)]
-    """Number of texts."""
+    """Number of texts; of a file at most that many, from its beginning."""
     max_length: Annotated[int, Field(ge=16, le=131_072)]
     """Maximum length of a text in tokens; longer texts are cut."""
     workloads: Annotated[list[Workload], Field(min_length=1)]
@@ -114,6 +114,8 @@ class Tracking(StrictModel):
         # Configurations are printed, stored with sweeps and logged.
         if self.uri is not None and holds_secret(self.uri):
             raise ValueError(f"uri must not hold a password; set {ENVIRONMENT} in the environment instead")
+        if not self.enabled and self.uri is not None:
+            raise ValueError(f"uri={self.uri}: tracking=none uses no store; leave one of the two out")
         return self
 
 

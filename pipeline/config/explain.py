@@ -1,7 +1,6 @@
 """Error messages for configurations, one line per problem, since the texts of pydantic are for developers."""
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
@@ -12,7 +11,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.config import CLASS_NAME, EXPERIMENT_NAME, MODEL_NAME
-from pipeline.config.override_syntax import written
 from stages.core.errors import short
 from stages.core.redaction import leaves
 from stages.engines.config import backend_configs
@@ -22,13 +20,15 @@ MAX_PLACES = 3
 """Maximum number of complete keys that a hint lists for a key that was given without its section."""
 SYNONYMS = {
     "gpu": "cuda",
+    "transformers": "torch",
+    "tensorrt_llm": "trtllm",
     "fp8_e4m3": "fp8",
     "fp8_per_token_head": "vllm_fp8",
     "int8_per_token_head": "vllm_int8",
     "int4_per_token_head": "vllm_int4",
     "turboquant_k8v4": "vllm_k8v4",
 }
-"""Value -> the choice with the same meaning, if its letters do not show that: names of a device and of vLLM's caches."""
+"""Value -> the choice with the same meaning, if its letters do not show that: a device, engines and vLLM's caches."""
 NAMES = {
     POLICY_NAME: "must begin with a small letter, and have only small letters, digits and _",
     MODEL_NAME: "must have no / : ' and no characters that cannot be printed",
@@ -74,11 +74,10 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             wrong = f"{key}: unknown key" if problem["loc"][-1] == KEY_MARK else f"{key}={value}: no such option"
             lines.append(f"{wrong}{suggest(str(value), choices)}")
         else:
-            got = short(repr(value) if isinstance(value, str) else value, 200)
+            got = short(value if isinstance(value, int) else repr(value), 200)
             hint = _percent(problem.get("ctx", {}), value)
-            if problem["type"] in ("list_type", "tuple_type") and len(got) < 200 and isinstance(value, str | int | float):
-                listed = value.strip("[]") if isinstance(value, str) else value  # one bracket may be missing
-                hint = f"; give a list: {shlex.quote(f'{key}=[{written(listed) if listed == value else listed}]')}"
+            if problem["type"] in ("list_type", "tuple_type"):
+                hint = "; write it in brackets, as in [VALUE,VALUE]"
             lines.append(f"{key}: {_plain(problem)} (got {got}){hint}")
     return lines
 
@@ -108,9 +107,8 @@ def _percent(context: Mapping[str, Any], value: object) -> str:
 
 def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
     name = str(location[-1])
-    owners = [option for option, model in backend_configs().items() if name in model.model_fields]
-    if location[0] == "backend" and len(location) == 2 and owners:
-        return f"the backend here has no such key; choose one that has: backend={', '.join(owners)}"
+    if location[0] == "backend" and len(location) == 2 and (owners := backends_with(name)):
+        return f"the backend here has no such key; choose one that has: {owners}"
     if any(isinstance(part, int) for part in location):  # items of a list need not have all keys
         return "unknown key; leave it out"
     if len(location) == 1:
@@ -129,6 +127,12 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
     return f"unknown key{suggest(name, choices) or '; leave it out'}"
 
 
+def backends_with(name: str) -> str:
+    """Return the backends that have a key, as in `backend=vllm, trtllm`; empty if there is none."""
+    owners = [option for option, model in backend_configs().items() if name in model.model_fields]
+    return f"backend={', '.join(owners)}" if owners else ""
+
+
 def _places(name: str, values: dict[str, Any], parent: str = "") -> list[str]:
     """Return the complete names of all keys in the sections of `values` whose last part is `name`."""
     places = []
@@ -141,10 +145,11 @@ def _places(name: str, values: dict[str, Any], parent: str = "") -> list[str]:
 
 def suggest(value: str, choices: Sequence[str]) -> str:
     """Return the hint after an invalid value: the closest choice, the only choice that contains the value, or all choices."""
-    # int8.yaml, 'int8 and "int8 # comment" mean int8
-    words = [word for word in (SYNONYMS.get(value), *re.findall(r"\w+", value.lower())) if word in choices]
-    close = words[:1] or get_close_matches(value, choices, n=1)
-    close = close or [choice for choice in choices if value in choice]
+    text = value.lower().replace("-", "_")
+    # int8.yaml, 'int8 and "int8 # comment" mean int8; fp8+int4 means neither
+    close = [*({SYNONYMS.get(text), *re.findall(r"\w+", text)} & {*choices})]
+    close = close or sorted((choice for choice in choices if text.startswith(f"{choice}_")), key=len)[-1:]
+    close = close or get_close_matches(text, choices, n=1) or [choice for choice in choices if text in choice]
     if len(close) == 1:
         return f", did you mean {close[0]}?"
     return f"; choose one of {', '.join(choices)}" if choices else ""

@@ -1,11 +1,12 @@
 """Finds the checkpoints and files that a command names but that do not exist, so that one error reports all missing paths."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config.stages import StageFacts
-from stages.checkpoints.places import locate_checkpoint
+from stages.checkpoints.places import absence, locate_checkpoint
 from stages.core.errors import MissingRequirement, UserError, short
 
 MODEL = "model.path"
@@ -20,7 +21,7 @@ def missing_files(facts: StageFacts, values: Mapping[str, object]) -> list[str]:
         try:
             path = locate_checkpoint(model)
             if not path.exists():
-                lines.append(f"{MODEL}={path}: no such directory; give a local Hugging Face checkpoint, or a GGUF file")
+                lines.append(f"{MODEL}={path}: {absence(path)}")
         except UserError as error:
             lines.append(str(error))
         except (MissingRequirement, OSError):  # reported when the checkpoint is read
@@ -28,6 +29,6 @@ def missing_files(facts: StageFacts, values: Mapping[str, object]) -> list[str]:
     for key in FILES if facts.makes else ():
         given = values.get(key)
         with suppress(OSError):  # such as a name that is too long
-            if isinstance(given, str) and "${" not in given and not (file := Path(given).expanduser()).exists():
+            if isinstance(given, str) and "${" not in given and not os.path.lexists(file := Path(given).expanduser()):
                 lines.append(f"{key}={short(file, 200)}: no such file; give one that exists")
     return lines

@@ -85,8 +85,8 @@ def readable(argument: str, parser: OverridesParser) -> str:
     if equals and "," not in value and not BRACKETED.fullmatch(value) and _is_read(text, parser):
         return text
     raise UserError(
-        f"{short(redact_text(argument), 200)}: cannot be read; write KEY=VALUE, and quote texts with commas or in lists and "
-        """dicts, but no names, as in 'KEY="TEXT, TEXT"' and 'KEY={name: "TEXT"}'"""
+        f"{short(redact_text(argument), 200) or 'an empty argument'}: cannot be read; write KEY=VALUE, and quote texts with "
+        """commas or in lists and dicts, but no names, as in 'KEY="TEXT, TEXT"' and 'KEY={name: "TEXT"}'"""
     )
 
 

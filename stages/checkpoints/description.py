@@ -17,6 +17,7 @@ from stages.checkpoints.files import (
     weight_files,
     wrong_value,
 )
+from stages.checkpoints.places import absence
 from stages.checkpoints.quantized import Quantized, read_quantized
 from stages.checkpoints.rope import is_number, read_rope
 from stages.checkpoints.unread_keys import refuse_misspelled
@@ -78,7 +79,7 @@ class CheckpointInfo:
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
     """Read and check a checkpoint directory."""
     if not path.is_dir():
-        raise refusal(path, "no such directory; give a local Hugging Face checkpoint, or a GGUF file")
+        raise refusal(path, absence(path))
     if os.path.lexists(path / ADAPTER):
         raise refusal(path, f"{ADAPTER}: adapters are not applied; merge it into the weights (merge_and_unload), or remove it")
     config = read_config(path)

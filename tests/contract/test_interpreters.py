@@ -123,7 +123,7 @@ def test_a_call_without_prompts_starts_no_sequence(engine: RequestEngine[Any, An
 
 
 def test_times_come_from_the_library(engine: RequestEngine[Any, Any]) -> None:
-    load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
+    load = LoadConfig.model_validate({**conf("", "workloads_base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
     system = measure_system(engine, load)
     assert system.time_to_first_token_ms > 0
     assert system.kib_per_token_allocated == system.kib_per_token

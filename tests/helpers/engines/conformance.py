@@ -37,7 +37,7 @@ BATCH = 3
 
 
 def conformance_config(**changes: Any) -> WorkloadsConfig:
-    base = conf("workloads", "base")
+    base = conf("", "workloads_base")
     load = {**base["load"], "batch": 2, "context_tokens": 70, "new_tokens": 4}
     values = {"seed": 0, "samples": {"prose": 1, "retrieval": 2}, "jsonl": None, "batch_size": BATCH, "max_scored_tokens": 72}
     return WorkloadsConfig.model_validate({**base, "rounds": [1.0], "load": load, **values, **changes})

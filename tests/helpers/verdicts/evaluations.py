@@ -22,9 +22,7 @@ LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5}
 
 def builtin_workloads(**changes: Any) -> WorkloadsConfig:
     """Return the built-in workloads of conf/, with `changes`."""
-    values: dict[str, Any] = {}
-    for name in ("base", "builtin"):
-        values |= conf("workloads", name)
+    values = conf("", "workloads_base") | conf("workloads", "builtin")
     del values["defaults"]
     return WorkloadsConfig.model_validate({**values, "seed": 0, **changes})
 
