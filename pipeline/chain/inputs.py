@@ -131,7 +131,8 @@ def _check_model(config: Config, opened: set[Path]) -> None:
 def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
     """Refuse a quantized checkpoint if the backend supports plain weights only."""
     if checkpoint.quantized is not None and not backend.takes_quantized:
-        backends = " or ".join(name for name, config in backend_configs().items() if config.takes_quantized)
+        method = checkpoint.quantized.method
+        backends = " or ".join(name for name, config in backend_configs().items() if method in config.takes_quantized)
         raise UserError(
             f"model.path={checkpoint.path}: the weights are quantized ({checkpoint.quantized.title}), and backend="
             f"{backend.name} takes plain ones; use backend={backends}, or give the unquantized checkpoint"

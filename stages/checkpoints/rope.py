@@ -23,6 +23,8 @@ REQUIRED_PARAMETERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Kind of rotary scaling -> its required parameters."""
+YARN_BETAS = 1, 32
+"""Defaults of YaRN's beta_slow and beta_fast in transformers."""
 OPTIONAL_PARAMETERS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 """Kind of rotary scaling -> its optional parameters."""
 FLAGS = ("truncate", "finetuned")
@@ -216,9 +218,9 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
     if original is not None and original != int(original):
         place = f"{place}.original_max_position_embeddings"
         raise refusal(path, f"config.json: {place} must be a whole number, got {short(repr(original))}")
-    if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
-        low = short(parameters["low_freq_factor"])
-        raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")
+    low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+    if (parameters.get(low) or YARN_BETAS[0]) >= (parameters.get(high) or YARN_BETAS[1]):
+        raise refusal(path, f"config.json: {place}.{low} must be below {high}, got {short(parameters.get(low))}")
     return {key: value for key, value in parameters.items() if key != "type" and value is not None} | {"rope_type": kind}
 
 

@@ -27,8 +27,8 @@ class BackendConfig(StrictModel):
     """Whether an equally good engine of another backend is preferred (true for the reference engine)."""
     shares_pages: ClassVar[bool] = True
     """Whether all layers keep the same pages, as in kvgate's pool. Otherwise each layer keeps only pages that it attends to."""
-    takes_quantized: ClassVar[bool] = False
-    """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
+    takes_quantized: ClassVar[tuple[str, ...]] = ()
+    """Values of quant_method whose weights engines load as they are, without dequantizing them."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
     """Policies to suggest, in ascending order of bytes: `stage=recommend` begins with the largest; after a policy failed, the
     next larger one is suggested."""

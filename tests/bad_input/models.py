@@ -74,6 +74,7 @@ ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
     ("true as a frequency factor", {"rope_scaling": LLAMA3 | {"low_freq_factor": True}}, ("low_freq_factor", "number", "True")),
+    ("YaRN's betas without a range", {"rope_scaling": YARN | {"beta_fast": 1}}, ("beta_slow must be below beta_fast",)),
     ("a factor without a kind", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor=2.0", "rope_type=default")),
 )
 
@@ -186,10 +187,10 @@ def with_image_token(directory: Path) -> None:
 CANNOT = "its tokenizer cannot be loaded"
 CHECKED_AFTER_LOADING: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("chat_template that is no template", tokenizer_config_with(chat_template="{% for"), ("chat_template",)),
-    ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer")),
+    ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer", "correct tokenizer.json")),
     ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
      ("chat_template refuses a greeting", "no")),
-    ("a template that leaves the question out", tokenizer_config_with(chat_template="hello"), ("chat_template drops",)),
+    ("a template that leaves the question out", tokenizer_config_with(chat_template="Hello"), ("chat_template drops",)),
     ("a token that takes adjacent spaces", tokenizer_config_with(added_tokens_decoder={
         "3": {"content": "<|user|>", "lstrip": True, "rstrip": True, "special": True}}),
      ("differently", "added_tokens_decoder")),

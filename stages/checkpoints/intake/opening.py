@@ -68,7 +68,8 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
         raise
     except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
         detail = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
-        raise refusal(path, f"its tokenizer cannot be loaded ({detail}); give the checkpoint its own tokenizer") from None
+        fix = "correct tokenizer.json, tokenizer_config.json or chat_template.jinja, or give the checkpoint its own"
+        raise refusal(path, f"its tokenizer cannot be loaded ({detail}); {fix}") from None
     problem = None
     if not tokenizer.eos_token:
         problem = "has no eos_token; tokenizer_config.json should name it"
@@ -85,13 +86,13 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
             f"transformers and tokenizer.json encode {short(differing)} differently; make tokenizer_config.json "
             "(added_tokens_decoder) agree with tokenizer.json",
         )
-    greeting = rendered([partial(_greeting, path, tokenizer)])[0] if tokenizer.chat_template else "Hello"
+    greeting = rendered([partial(_greeting, path, tokenizer)])[0] if tokenizer.chat_template else TEXTS[1]
     largest = max(tokenizer.eos_token_id, *first, *tokenizer(greeting, verbose=False)["input_ids"])
     if largest >= info.vocab_size:
         raise refusal(
             path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"
         )
-    if "Hello" not in greeting:
+    if TEXTS[1] not in greeting:
         raise refusal(path, "its chat_template drops the user's message; give another template")
 
 
@@ -133,6 +134,6 @@ def _greeting(path: Path, tokenizer: Any) -> str:
     from stages.workloads.prompts import apply_template
 
     try:
-        return apply_template(tokenizer, [("user", "Hello")])
+        return apply_template(tokenizer, [("user", TEXTS[1])])
     except TemplateError as error:
         raise refusal(path, f"its chat_template refuses a greeting ({short(error, 200)}); give another template") from None

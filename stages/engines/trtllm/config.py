@@ -25,7 +25,7 @@ class TrtllmConfig(InterpreterConfig):
 
     name: Literal["trtllm"]
     length_key = "max_seq_len"
-    takes_quantized = True
+    takes_quantized = ("modelopt",)
     finer = ("fp8", "int8_tensor")
     target: TargetName
     """pytorch: the checkpoint and LLM arguments for `trtllm-serve`. engine: a TensorRT engine, which release 1.2 builds."""

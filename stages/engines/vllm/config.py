@@ -13,7 +13,7 @@ class VllmConfig(InterpreterConfig):
 
     name: Literal["vllm"]
     length_key = "max_model_len"
-    takes_quantized = True
+    takes_quantized = ("compressed-tensors", "modelopt", "awq")
     finer = ("fp8", "vllm_int8")
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     """CPU threads per worker. null: vLLM binds a single worker to all cores, and several workers share the cores."""

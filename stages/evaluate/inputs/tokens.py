@@ -144,13 +144,17 @@ def encode(
 
 
 def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: WorkloadsConfig, most_tokens: int, limited: str) -> None:
-    """Refuse samples whose prompt and answer exceed the maximum sequence length.
+    """Refuse samples whose prompt and answer exceed the maximum sequence length, and conversations that the template refuses.
 
-    A token has at least one byte, so the tokenizer is loaded only if a sample has more bytes than tokens are allowed. `limited`
-    is the source of this limit, for the message.
+    A token has at least one byte, so only samples with more bytes than tokens are allowed are encoded, and one conversation of
+    each order of roles. `limited` is the source of the limit, for the message.
     """
     extra = config.extra_new_tokens
-    doubtful = [sample for sample in samples if _most_tokens_of(sample) + extra > most_tokens]
+    conversations = {tuple(role for role, _ in sample.messages): sample for sample in samples if sample.messages}
+    doubtful = [
+        *conversations.values(),
+        *(sample for sample in samples if _most_tokens_of(sample) + extra > most_tokens),
+    ]
     if not doubtful:
         return
     for sample in doubtful:
