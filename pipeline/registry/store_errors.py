@@ -45,6 +45,7 @@ MISSING = {
         *("timed out", "timeout exception", "database is locked"),
     ),
     "answers with a server error (5xx); look at its log": ("error responses",),
+    "does not answer by TLS; give http:// if it has none, or name its certificate in REQUESTS_CA_BUNDLE": ("SSLError",),
     "is not there: start the server, or name another": ("API request to http", "Connection refused"),
 }
 """BAD_INPUT and MISSING: message about the store -> substrings of an error's text. The first match in this order counts."""

@@ -60,6 +60,8 @@ LFS_POINTER = b"version https://git-lfs"
 
 PACKED = {
     "gzip": (b"\x1f\x8b", b""),
+    "bzip2": (b"BZh", b""),
+    "xz": (b"\xfd7zXZ", b""),
     "zip": (b"PK\x03\x04", b""),
     "zstd": (b"(\xb5/\xfd", b""),
     "Parquet": (b"PAR1", b"PAR1"),

@@ -63,6 +63,7 @@ TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty file", "", ("no texts",)),
     ("no JSON", "abc", (":1:", "not JSON")),
     ("gzip", GZIP, ("is a gzip file; give its content as a text file",)),
+    ("bzip2", b"BZh9", ("is a bzip2 file; give its content as a text file",)),
 )
 
 SNAPSHOT = {"classes": {"chat": {

@@ -304,7 +304,8 @@ class Worker:
             raise WorkerError(short(" ".join(response["error"].split()), MAX_ERROR_CHARACTERS))
         if not isinstance(response, dict) or "ok" not in response:
             raise self._kill_and_describe(
-                f"backend.python={self._python}: answered {op} with {line[:200]!r}, which is not JSON of a worker"
+                f"backend.python={self._python}: answered {op} with {line[:200]!r}, which is not JSON of a worker; "
+                "give a Python with the library, which prints nothing by itself"
             )
         try:
             return answer.model_validate(response["ok"])
