@@ -59,7 +59,9 @@ def locate_checkpoint(path: str) -> Path:
 
 
 def absence(path: Path) -> str:
-    """Return the problem of a checkpoint that does not exist, and the fix."""
+    """Return the problem of a checkpoint that is neither a file nor a directory, and the fix."""
+    if path.exists():
+        return "is a pipe, a socket or a device; give a file or a directory"
     fix = "run make gemma3" if path.name == GEMMA3 else "give a local Hugging Face checkpoint, or a GGUF file"
     return f"no such {'file' if path.suffix == GGUF_SUFFIX else 'directory'}; {fix}"
 

@@ -111,7 +111,7 @@ class _Cursor:
     def string(self, longest: int | None = None) -> str:
         (length,) = LENGTH.unpack_from(self._data, self._advance(LENGTH.size))
         if longest is not None and length > longest:
-            raise _Unreadable(f"a name has {length} bytes; at most {longest} are allowed")
+            raise _Unreadable(f"a name has {length:,} bytes, over {longest}; download the file again")
         start = self._advance(length)
         try:
             return self._data[start : start + length].decode()
@@ -166,7 +166,7 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
         raise _Unreadable(f"GGUF version {version}; convert the model again, as version {VERSIONS[-1]}")
     tensor_count, key_count = cursor.integer("Q"), cursor.integer("Q")
     if tensor_count > MAX_TENSORS:
-        raise _Unreadable(f"{tensor_count:,} tensors; a supported model has at most {MAX_TENSORS:,}")
+        raise _Unreadable(f"{tensor_count:,} tensors, over {MAX_TENSORS:,}; download the file again")
     metadata: dict[str, Any] = {}
     for _ in range(key_count):  # ends at the latest with the file or the limit of values
         key = cursor.string(MAX_NAME_BYTES)

@@ -130,7 +130,7 @@ def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[s
         raise header.error(f"{len(vocabulary.tokens)} tokens, but token_embd.weight has {rows} rows; convert the model again")
     head_dim = value("attention.key_length", int, value("rope.dimension_count", int, sizes["hidden_size"] // heads))
     if not value("rope.dimension_count", int, head_dim) == head_dim == value("attention.value_length", int, head_dim):
-        raise header.error("keys, values and rotary embedding must have the same width; use another model")
+        raise header.error("attention.key_length, attention.value_length and rope.dimension_count differ; use another model")
     config: dict[str, Any] = {
         "architectures": [FAMILIES[MODEL_TYPES[architecture]].architecture],
         "model_type": MODEL_TYPES[architecture],
@@ -225,7 +225,9 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
         tensor = header.tensors.get(name)
         if tensor is None or tensor.shape != shape:
             problem = f"has shape {tensor.shape}" if tensor else "is missing"
-            raise header.error(f"tensor {name} {problem}; a {architecture} of this size has shape {shape}")
+            raise header.error(
+                f"tensor {name} {problem}; a {architecture} of this size has shape {shape}; convert the model again"
+            )
     unknown = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
     if unknown or (ROPE_FACTORS in header.tensors and architecture != "llama"):
         raise header.error(

@@ -74,7 +74,7 @@ GEMMA3 = {"gemma3__attention__causal": True}
         ({"llama__block_count": 1}, "tensor blk.1.attn_k.weight does not belong to a llama"),
         ({"attention_bias": True}, "tensor blk.0.attn_k.bias does not belong to a llama"),
         ({"llama__feed_forward_length": 128}, "has shape (96, 64); a llama of this size has shape (128, 64)"),
-        ({"llama__rope__dimension_count": 8}, "keys, values and rotary embedding must have the same width"),
+        ({"llama__rope__dimension_count": 8}, "attention.key_length, attention.value_length and rope.dimension_count differ"),
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type=longrope is not supported"),
         ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.factor must be a positive float, got None"),
         ({"rope_freqs": [1.0, 2.0]}, "rope_freqs.weight must be 8 values"),
