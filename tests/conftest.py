@@ -79,6 +79,21 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def quick_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make new SQLite stores quickly."""
+    from helpers.registry.stores import migrate_once
+
+    with migrate_once(tmp_path_factory):
+        yield
+
+
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the charts of report.html, which a new process draws in a second."""
+    monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint() -> Path:
     """The trained checkpoint that ships with kvgate."""
     return ROOT / "stages" / "tiny" / "checkpoint"
@@ -162,7 +177,7 @@ def commands() -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> "Swept":
+def swept(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> "Swept":  # noqa: ARG001
     """The work directory after a sweep over a sound and a broken cache, and the finished process."""
     from helpers.commands.tiny_model import sweep
 

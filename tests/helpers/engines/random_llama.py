@@ -1,8 +1,5 @@
 """A tiny random Llama, its decoder skeleton, KV policies that cover all formats, and the reference engine for comparison."""
 
-import fcntl
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from helpers.policies import shipped
+from helpers.shared import once
 from helpers.stride import STRIDE
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
@@ -124,20 +122,6 @@ def llama_config(head_dim: int = 64) -> LlamaConfig:
         vocab_size=256, hidden_size=128, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=True, initializer_range=0.08,
     )  # fmt: skip
-
-
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Create a directory once for all tests, since exporting takes seconds. pytest-xdist's processes share the directory."""
-    root = factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    path, scratch = root / name, root / f"{name}.new"
-    with (root / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            shutil.rmtree(scratch, ignore_errors=True)  # left by a process that failed
-            make(scratch)
-            scratch.rename(path)
-    return path
 
 
 def shared_checkpoint(factory: pytest.TempPathFactory) -> Path:

@@ -39,6 +39,9 @@ LAST = "20260104-000000-1-d"
 """The sweep of fp8k_int4v, which is not promoted yet."""
 
 
+pytestmark = pytest.mark.usefixtures("no_charts")
+
+
 @pytest.fixture(autouse=True)
 def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
@@ -92,9 +95,10 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+def ground(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> Ground:  # noqa: ARG001
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(ENVIRONMENT, raising=False)
+        patch.setattr("stages.report.page.draw_charts", lambda _: {})
         work = tmp_path_factory.mktemp("upkeep") / "work"
         ground = Ground(work, MlflowStore(locate(Tracking(log_bundle=False), work, "some-llm", {})))
         for sweep, kv in SWEEPS.items():

@@ -18,6 +18,8 @@ from pipeline.registry import summary
 from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, UserError
 from stages.verdict.verdict import Status
 
+pytestmark = pytest.mark.usefixtures("quick_stores", "no_charts")
+
 
 def test_every_declared_stage_has_a_function() -> None:
     assert actions.ACTIONS.keys() == STAGES.keys()

@@ -65,7 +65,7 @@ def said_of(jobs: Plan, capsys: pytest.CaptureFixture[str]) -> list[tuple[int, s
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def used(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> Path:  # noqa: ARG001
     """A work directory after a sweep, with an empty registry and the input files that some stages need."""
     folder = tmp_path_factory.mktemp("dry")
     with pytest.MonkeyPatch.context() as patch:

@@ -19,6 +19,8 @@ from stages.core.errors import GateRefusal, MissingRequirement
 
 OWN = Path(__file__).resolve().parents[3] / "examples" / "own_samples.jsonl"
 
+pytestmark = pytest.mark.usefixtures("quick_stores", "no_charts")
+
 
 class Fleet:
     """A registry and the work directory that judged its engines, with a second work directory that has no evidence."""
@@ -59,16 +61,10 @@ class Fleet:
         return self.store().read().pointed_at["champion"].name
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for all tests, since its migrations take seconds. Every test has its own registered model."""
-    return f"sqlite:///{tmp_path_factory.mktemp('registry') / 'mlflow.db'}"
-
-
 @pytest.fixture
-def fleet(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
-    return Fleet(database, tmp_path)
+    return Fleet(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path)
 
 
 def test_a_rollback_downloads_and_replays_the_evidence_that_is_not_here(fleet: Fleet, tmp_path: Path) -> None:

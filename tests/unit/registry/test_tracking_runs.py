@@ -31,7 +31,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(work: Path) -> Iterator[MlflowStore]:
+def store(work: Path, quick_stores: None) -> Iterator[MlflowStore]:  # noqa: ARG001
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         opened = open_store(Tracking(), work, "tiny")
