@@ -1,4 +1,4 @@
-"""The stress test on sound caches: every second policy on one of the CPU engines. None may fail.
+"""The stress test on sound caches: every fourth policy on one of the CPU engines. None may fail.
 
 `python -m benchmarks.stress_table` has all policies, engines and seeds.
 """
@@ -30,14 +30,13 @@ def stressed(bench: Conformity, policy: KVPolicy, kind: str) -> StressResult:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), list(zip(sorted(POLICIES)[::2], cycle(["native", "graph", "reference"]), strict=False))
+    ("name", "kind"), list(zip(sorted(POLICIES)[::4], cycle(["native", "graph", "reference"]), strict=False))
 )
 def test_a_sound_cache_passes_the_stress_test(name: str, kind: str, bench: Conformity) -> None:
     assert stressed(bench, POLICIES[name], kind).failures == []
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4_asym"])
-def test_heavy_hitters_pass_though_their_cache_is_not_shown(name: str, bench: Conformity) -> None:
+def test_heavy_hitters_pass_though_their_cache_is_not_shown(bench: Conformity) -> None:
     eviction = Eviction(window_tokens=64, heavy_tokens=64)
-    policy = POLICIES[name].model_copy(update={"name": f"{name}_h2o", "eviction": eviction})
+    policy = POLICIES["int4_asym"].model_copy(update={"name": "int4_asym_h2o", "eviction": eviction})
     assert stressed(bench, policy, "reference").failures == []
