@@ -109,11 +109,3 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
     engine = Path(summary(swept[0])["candidates"][0]["engine"]["path"])
     moved = shutil.copytree(engine, tmp_path / "elsewhere")
     assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, ())[0]
-
-
-def test_the_report_of_a_promoting_job_calls_no_job_missing(sharing: Path) -> None:
-    result = command([f"workdir={sharing}", *FEW, "kv=fp8"], sharing.parent)
-    assert result.returncode == 0, result.stderr
-    page = (sharing / "report.html").read_text(encoding="utf-8")
-    assert "★" in page
-    assert "did not finish" not in page

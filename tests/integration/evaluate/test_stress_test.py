@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
 from stages.evaluate.conformance.stress_test import run_stress_test
-from stages.policies.policy import PAGE_TOKENS, KVShape
+from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.engine_tests import StressResult
 from stages.workloads.config import MIN_SHARE, StressTestConfig
 
@@ -104,20 +103,6 @@ def test_an_engine_that_rounds_queries_is_allowed_another_code_of_a_query(model:
     """Without this allowance, four of ten runs of llama.cpp's types failed, because no engine shows its rounded queries."""
     rounded, exact = (TorchEngine.from_model(model, config_of(f"kv={name}").kv) for name in ("llamacpp_q8_0", "int8"))
     assert ReferenceEngine(rounded, None).rounding == ROUNDING["float16"] > ReferenceEngine(exact, None).rounding
-
-
-@pytest.mark.every
-def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any, briefly: Limit) -> None:
-    briefly("batch", "offsets")
-    engine, reference = (
-        make_reference(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
-    )
-    engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
-    result = run_stress_test(engine, ReferenceEngine(reference), SMALL, 4, 150, no_progress)
-    assert result.failures == []
-    assert result.allocation.difference is None
-    assert {1, 4, 6} <= {len(step.args[0]) for step in decode.call_args_list}
-    assert result.forks == 0
 
 
 # --- faults --------------------------------------------------------------------------------------------------------------
@@ -256,7 +241,7 @@ IN_LATER_SCENARIOS = [
     (full_pool_wipes_a_page, "full_pool", "full pool: request"),
     (three_stop_tokens, "answers", "generate: an answer that contains a stop token, to a prompt of"),
     (rows_by_handle, "walk", "walk: a "),
-    (FAULTS["third_fork_loses_a_token"].plant, "walk", "walk: "),
+    *([(FAULTS["third_fork_loses_a_token"].plant, "walk", "walk: ")] if STRIDE == 1 else []),
 ]
 
 

@@ -14,6 +14,7 @@ from helpers.checkpoints.modelopt import (
     stage,
     token_ids,
 )
+from helpers.stride import STRIDE
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -24,6 +25,8 @@ from stages.policies.formats import WeightsFormat
 
 FACTS = json.loads((Path(__file__).parents[2] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
 """Facts recorded from TensorRT-LLM's sources."""
+QUANTIZED: list[WeightsFormat] = ["fp8", "int8_sq", "int4_awq"] if STRIDE == 1 else ["fp8", "int8_sq"]
+"""Formats of quantized weights. ModelOpt searches the scales of AWQ, which takes long."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +108,8 @@ def effective(tensors: dict[str, torch.Tensor], base: str, weights: str) -> torc
     return codes.float() * scale * tensors[f"{base}.prequant_scaling_factor"].float()
 
 
-@pytest.mark.parametrize("weights", ["none", "fp8", "int8_sq", "int4_awq"])
+@pytest.mark.every
+@pytest.mark.parametrize("weights", ["none", *QUANTIZED])
 def test_the_tensorrt_llm_export_has_the_judged_weights(
     weights: WeightsFormat, run_stage: Callable[[str, WeightsFormat], Path]
 ) -> None:
@@ -139,7 +143,8 @@ def test_the_tensorrt_llm_export_has_the_judged_weights(
         assert torch.equal(tensors[f"transformer.{name}.weight"].float(), judged[f"model.{source}.weight"].float())
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
+@pytest.mark.every
+@pytest.mark.parametrize("weights", QUANTIZED)
 def test_the_checkpoint_equals_modelopt_without_input_rounding(
     weights: WeightsFormat, tiny_checkpoint: Path, run_stage: Callable[..., Path]
 ) -> None:
