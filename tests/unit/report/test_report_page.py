@@ -10,7 +10,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
@@ -21,12 +20,11 @@ from pipeline.chain import showing
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from pipeline.registry.summary import Summary
-from stages.report.charts import Spec, context_numbers, draw_charts, draw_svg, quality_numbers, recovery_numbers
+from stages.report.charts import Spec, draw_svg, recovery_numbers
 from stages.report.exhibit import Exhibit, shown
 from stages.report.page import MAX_POLICIES, changed_answers, differences, make_page, render, write_page
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates import decide
-from stages.verdict.report import CacheStatistics
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -77,21 +75,6 @@ def test_the_report_has_every_line_of_every_verdict(judged: list[Exhibit], page:
     assert f"{checks[0].gate.heading} {checks[0].where}" in " ".join(re.sub(r"<[^>]*>", " ", page).split())
 
 
-def test_charts_show_the_front_every_length_and_every_policy(judged: list[Exhibit]) -> None:
-    *policies, baseline = quality_numbers(judged)
-    assert {row["policy"] for row in policies if row["front"]} == {"fp8", "int4"}, "int8 takes more bytes and is farther away"
-    assert (baseline["kib"], baseline["exact"]) == (2.0, 1e-5)
-    assert all(row["limit"] == 0.05 for row in policies)
-    bins = context_numbers(judged[:1])
-    lengths = sorted({row.context_tokens for row in judged[0].rows})
-    assert [row["tokens"] for row in bins] == [sum(part) / len(part) for part in (lengths[:20], lengths[20:])]
-    assert all(row["distance"] == pytest.approx(0.001, rel=1e-2) for row in bins)
-    charts = draw_charts(judged)
-    assert set(charts) == {"recovery", "quality", "context"}
-    for name, chart in charts.items():
-        assert all(f">{policy}</text>" in chart.svg for policy in ("fp8", "int8", "int4")), name
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_the_report_leads_with_recovery(judged: list[Exhibit], tmp_path: Path) -> None:
     about = occasion(tmp_path, judged, champion="fp8", passed_over={"int8": "passed, but less"})
@@ -107,23 +90,6 @@ def test_the_report_leads_with_recovery(judged: list[Exhibit], tmp_path: Path) -
     assert page["rows"][1]["cells"][:2] == ["1.000", "1.000"]
     places = [(row["policy"], row["place"]) for row in recovery_numbers(judged)]
     assert places == [(name, place) for name in ("fp8", "int8", "int4") for place in ("all", "copy", "retrieval")]
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_keys_and_values_are_listed_by_layer(judged: list[Exhibit], tmp_path: Path) -> None:
-    report = judged[0].report
-    assert report is not None
-    fields: dict[str, Any] = {"layer": 7, "low": -1.5, "high": 2.5, "p999": 2.25}
-    cache = [CacheStatistics(**fields, side="key", snr_db=31.6), CacheStatistics(**fields, side="value", snr_db=None)]
-    with_cache = replace(judged[0], report=report.model_copy(update={"cache": cache}))
-    text = " ".join(Elements(render([with_cache], occasion(tmp_path, [with_cache]))).text.split())
-    assert "7−1.52.52.2531.6−1.52.52.25–" in text
-
-
-def test_the_size_of_a_verdict_is_its_questions_and_documents(judged: list[Exhibit], page: str) -> None:
-    pairs = [row.model_copy(update={"document": f"page-{i // 2}"}) for i, row in enumerate(judged[0].rows[:60])]
-    assert replace(judged[0], rows=pairs).size == "60 questions about 30 documents"
-    assert f"; {judged[0].size}</summary>" in page
 
 
 def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibit]) -> None:
@@ -188,20 +154,6 @@ def test_a_large_report_stays_below_three_megabytes(tmp_path: Path) -> None:
     assert f"Below are {MAX_POLICIES} of 30 candidates" in text
     assert re.search(r"[\d,]+ more of kv0 are in \S+samples\.jsonl", text)
     assert "characters …" in text
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path: Path) -> None:
-    report = judged[0].report
-    assert report is not None
-    fields: dict[str, Any] = {"kl_mean": None, "ppl_ratio": None, "kl_p999": None}
-    slices = [part.model_copy(update={"fidelity": part.fidelity.model_copy(update=fields)}) for part in report.slices]
-    rows_without_kl = [row.model_copy(update={"mean_kl": None}) for row in judged[0].rows]
-    candidate = judged[0].candidate.model_copy(update={"metrics": {}})
-    broken = replace(judged[0], candidate=candidate, rows=rows_without_kl, report=report.model_copy(update={"slices": slices}))
-    about = occasion(tmp_path, [broken])
-    assert make_page([broken], about)["rows"][1]["cells"][about.overview[0].index("mean KL") - 2] == "-"
-    assert "nan" not in render([broken], about).lower().replace("nano", "")
 
 
 def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
