@@ -19,7 +19,7 @@ from stages.verdict.report import REPORT_FILE, SampleRow, load_report, load_rows
 
 FILE = Path(__file__).resolve().parent / "results" / "gate_shapes.npz"
 POLICIES = ("fp8", "int8", "fp8k_int4v", "int4", "int4_g32")
-COLUMNS = ("scored_tokens", "context_tokens", "mean_kl", "max_kl", "nll_difference", "top10_overlap", "mean_squared_delta_p")
+COLUMNS = ("scored_tokens", "context_tokens", "mean_kl", "max_kl", "nll_difference", "top10_overlap")
 
 
 @dataclass(frozen=True)

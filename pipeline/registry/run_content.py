@@ -32,7 +32,7 @@ FIRST = ("quality/recovery", LOG_KL, "memory/kib_per_token")
 """First metrics of the comparison: kept probability of right answers, distance, memory."""
 THEN = (
     KL, "quality/accuracy_loss", "memory/max_live_tokens", "quality/accuracy_candidate", "quality/ppl_ratio",
-    "quality/top10_overlap", "quality/top1_agreement", "quality/rms_delta_p", "quality/kl_p999", "quality/kl_max",
+    "quality/top10_overlap", "quality/top1_agreement", "quality/kl_p999", "quality/kl_max",
     "quality/samples", "quality/covered_tokens", "quality/covered_batch", "perf/decode_tokens_per_s",
     "perf/time_to_first_token_ms", "perf/inter_token_p50_ms", "perf/inter_token_p95_ms", "perf/inter_token_p99_ms",
     "quality/acceptance_lookup_candidate", "quality/acceptance_draft_candidate",

@@ -121,7 +121,6 @@ def fidelity(steps: StepStatistics) -> Fidelity:
         kl_max=largest,
         top1_agreement=finite(mean["top1"]),
         top10_overlap=finite(mean["top10"]),
-        rms_delta_p=finite(math.sqrt((steps.delta_p**2).mean())),
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
     )
 

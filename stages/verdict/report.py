@@ -51,12 +51,9 @@ class SampleRow(Record):
     depth: float | None
     scored_tokens: Count
     judged: bool
-    """Whether the sample has an answer that is right or wrong. If not, the seven fields below are null."""
+    """Whether the sample has an answer that is right or wrong. If not, the five fields below are null."""
     baseline_correct: bool | None
     candidate_correct: bool | None
-    baseline_valid: bool | None = None
-    """Whether the answer is strict JSON, or a valid call of a declared tool; null for workloads without a required form."""
-    candidate_valid: bool | None = None
     reference: str | None
     baseline_generation: str | None
     candidate_generation: str | None
@@ -68,7 +65,6 @@ class SampleRow(Record):
     candidate_nll: Number
     top1_agreement: Number
     top10_overlap: Number
-    mean_squared_delta_p: Number
     non_finite_steps: int
     difficulty: str = ""
     """Difficulty in graded workloads: "easy", "medium" or "hard"; empty in others."""
@@ -97,8 +93,6 @@ class Fidelity(Record):
     kl_max: Number
     top1_agreement: Number
     top10_overlap: Number
-    rms_delta_p: Number
-    """Root mean square of the change in the reference token's probability."""
     non_finite_steps: int
 
 
@@ -111,10 +105,6 @@ class Accuracy(Record):
     lost: int
     """Answers that are right under the baseline and wrong under the candidate."""
     gained: int
-    baseline_valid: float | None = None
-    """Share of well-formed answers (JSON, calls of tools) under the baseline; null if no workload requires a form."""
-    candidate_valid: float | None = None
-    """Share of well-formed answers under the candidate."""
     baseline_probability: Number = None
     """Mean probability of the right answer under the baseline; null if any sample has none."""
     candidate_probability: Number = None
@@ -124,10 +114,10 @@ class Accuracy(Record):
     def from_rows(cls, judged: Sequence[SampleRow]) -> "Accuracy":
         """Count the answers to judged samples; `judged` must not be empty."""
 
-        def mean(name: str, *, complete: bool) -> float | None:
-            """Return the mean of a field's known values; None without values, or if `complete` and a value is missing."""
+        def mean(name: str) -> float | None:
+            """Return the mean of a field; None if a value is missing."""
             values = [value for row in judged if (value := getattr(row, name)) is not None]
-            return sum(values) / len(values) if values and (len(values) == len(judged) or not complete) else None
+            return sum(values) / len(values) if len(values) == len(judged) else None
 
         return cls(
             judged=len(judged),
@@ -135,10 +125,8 @@ class Accuracy(Record):
             candidate=sum(bool(row.candidate_correct) for row in judged) / len(judged),
             lost=sum(bool(row.baseline_correct) and not row.candidate_correct for row in judged),
             gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
-            baseline_valid=mean("baseline_valid", complete=False),
-            candidate_valid=mean("candidate_valid", complete=False),
-            baseline_probability=mean("baseline_probability", complete=True),
-            candidate_probability=mean("candidate_probability", complete=True),
+            baseline_probability=mean("baseline_probability"),
+            candidate_probability=mean("candidate_probability"),
         )
 
     @property

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from stages.core.records import Number, Record, finite
 
-RULES = 28
+RULES = 29
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 ALL = "all"

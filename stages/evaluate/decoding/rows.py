@@ -7,7 +7,6 @@ import numpy as np
 
 from stages.core.records import finite
 from stages.evaluate.distances.distance import Array, StepStatistics
-from stages.evaluate.inputs.checks import well_formed
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.report import Acceptance, SampleRow
 from stages.verdict.thresholds import FAR_KL
@@ -68,8 +67,6 @@ def make_row(
         judged=candidate is not None,
         baseline_correct=baseline.correct if baseline else None,
         candidate_correct=candidate.correct if candidate else None,
-        baseline_valid=well_formed(sample, baseline.text) if baseline else None,
-        candidate_valid=well_formed(sample, candidate.text) if candidate else None,
         reference=sample.reference if candidate else None,
         baseline_generation=baseline.text if baseline else None,
         candidate_generation=candidate.text if candidate else None,
@@ -80,7 +77,6 @@ def make_row(
         candidate_nll=_mean(steps.candidate_nll),
         top1_agreement=_mean(steps.top1),
         top10_overlap=_mean(steps.top10),
-        mean_squared_delta_p=_mean(steps.delta_p**2),
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
         difficulty=sample.difficulty,
         round=item.round,

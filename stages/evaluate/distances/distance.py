@@ -53,8 +53,6 @@ class TokenStatistics(NamedTuple):
     """1.0 if both engines have the same most likely token, else 0.0."""
     top10: float = np.nan
     """Share of the baseline's TOP_K most likely tokens that are among the candidate's."""
-    delta_p: float = np.nan
-    """Probability of the reference token under the candidate, minus its probability under the baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,6 @@ class StepStatistics:
     candidate_nll: Array
     top1: Array
     top10: Array
-    delta_p: Array
 
     @classmethod
     def from_tokens(cls, tokens: Sequence[TokenStatistics]) -> "StepStatistics":
@@ -252,7 +249,6 @@ def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, tok
         candidate_nll=-candidate_token,
         top1=float(int(baseline.tokens[0]) == greedy),
         top10=float((likelier < k).sum()) / k,
-        delta_p=float(np.exp(candidate_token) - np.exp(baseline.reference)),
     )
 
 

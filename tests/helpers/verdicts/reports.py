@@ -49,7 +49,6 @@ def row(workload: str, index: int, before: bool = True, after: bool = True, **ch
         "candidate_nll": 0.3,
         "top1_agreement": 1.0,
         "top10_overlap": 0.95,
-        "mean_squared_delta_p": 1e-4,
         "non_finite_steps": 0,
         "baseline_probability": 0.25,
         "candidate_probability": 0.25,

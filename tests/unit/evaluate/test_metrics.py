@@ -26,7 +26,6 @@ def test_fidelity_of_a_small_example() -> None:
         candidate_nll=np.array([1.0, 1.2, 1.0, 1.2]),
         top1=np.array([1.0, 1.0, 1.0, 0.0]),
         top10=np.array([1.0, 0.9, 0.8, 0.7]),
-        delta_p=np.array([0.0, 0.3, 0.0, -0.4]),
     )
     summary = fidelity(steps)
     assert summary.kl_mean == pytest.approx(0.2)
@@ -35,7 +34,6 @@ def test_fidelity_of_a_small_example() -> None:
     assert summary.ppl_ratio == pytest.approx(math.exp(0.1))
     assert summary.top1_agreement == 0.75
     assert summary.top10_overlap == pytest.approx(0.85)
-    assert summary.rms_delta_p == pytest.approx(0.25)
     with_nan = fidelity(replace(steps, kl=np.array([0.1, math.nan, 0.1, 0.1])))
     assert (with_nan.kl_mean, with_nan.kl_p999, with_nan.kl_max, with_nan.non_finite_steps) == (None, None, None, 1)
 

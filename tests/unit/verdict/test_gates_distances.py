@@ -47,7 +47,6 @@ def test_only_sound_policies_pass_all_gates_on_distances() -> None:
                 context_tokens=int(shape.values["context_tokens"][i]),
                 candidate_nll=0.3 + shape.values["nll_difference"][i],
                 top10_overlap=shape.values["top10_overlap"][i],
-                mean_squared_delta_p=shape.values["mean_squared_delta_p"][i],
             )
             for shape in SHAPES
             if (shape.model, shape.policy) == (model, policy)
