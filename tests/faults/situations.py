@@ -1,4 +1,4 @@
-"""Faults of long turns, many rows on a prefix, whole tiles, long queues, and stop tokens."""
+"""Faults of long turns, many rows on a prefix, orders of rows, whole tiles, long queues, and stop tokens."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -124,6 +124,24 @@ def known_by_outer_rows(table: Array, step: Step) -> Array:
     return table
 
 
+def known_in_reverse(table: Array, step: Step) -> Array:
+    """Let eight rows or more in the reverse of the last step's order read the last step's page tables."""
+    sound, rows = table.copy(), list(step.handles)
+    before, last = step.memo.get("reverse", ([], table))
+    if len(rows) >= 8 and rows == before[::-1]:
+        width = min(table.shape[1], last.shape[1])
+        table[:, :width] = last[:, :width]
+    step.memo["reverse"] = rows, sound
+    return table
+
+
+def beyond_rows_of_middle_length(step: Step) -> Array:
+    """Select rows of 430 to 980 tokens beyond the first 15."""
+    middle = (step.lengths >= 430) & (step.lengths <= 980)
+    chosen: Array = middle & (middle.cumsum() > 15)
+    return chosen[:, None]
+
+
 def one_row_further(table: Array, step: Step) -> Array:
     """When one row joins in front of all others, let each of these but the last read the next row's page table."""
     before, step.memo["before"] = step.memo.get("before"), list(step.handles)
@@ -242,6 +260,10 @@ FAULTS = [
        write("value", zero, last_of_tile(320), [0])),
     of("step_known_by_its_outer_rows", "a step keeps the last step's tables if only its middle rows changed places",
        given("page_table", known_by_outer_rows)),
+    of("step_known_in_reverse", "a step keeps the last step's tables if its rows are the same in reverse order",
+       given("page_table", known_in_reverse)),
+    of("rows_of_middle_length", "of the rows of 430 to 980 tokens, the 16th and later get the logits of the row before",
+       logits(lambda found, _: np.roll(found, 1, 0), beyond_rows_of_middle_length)),
     of("one_row_joins_in_front", "when one row joins in front of all others, these read one row further, for one step",
        given("page_table", one_row_further)),
     of("forks_computed_once", "in batches of eight or more, forks of one length with the same token are computed once",

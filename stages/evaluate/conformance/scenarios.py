@@ -24,6 +24,8 @@ CLAIMED_STEPS = 12
 LEAVING = 32
 """Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
 
+RECALLED = 12
+"""Last tokens of a prompt that repeat a part of its second page."""
 ONE_PAGE = 6
 """Number of prompts in the same call that share the first page."""
 PROMPTS = 8
@@ -235,10 +237,12 @@ def answers(test: StressTest) -> None:
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     beginning = test.quote(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))
-    parts = (test.randint(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.randint(PAGE_TOKENS, 5 * PAGE_TOKENS // 4))
-    prompts = [
-        [*beginning[:part], *test.quote(len(beginning) + 9 - part)] for part in (*[len(beginning)] * test.scaled(2), *parts)
-    ]
+    equal = [test.randint(PAGE_TOKENS // 2, PAGE_TOKENS - 1), test.randint(PAGE_TOKENS, 5 * PAGE_TOKENS // 4)]
+    equal += [len(beginning)] * test.scaled(2)
+    begins = [[*beginning[:count], *test.quote(len(beginning) - count)] for count in equal]
+    # The end repeats a part of the prompt's second page, so that the answer depends on this page.
+    places = [test.randint(5 * PAGE_TOKENS // 4, 2 * PAGE_TOKENS - RECALLED) for _ in begins]
+    prompts = [[*begin, *begin[place : place + RECALLED]] for begin, place in zip(begins, places, strict=True)]
     prompts += [[*beginning[:PAGE_TOKENS], *test.quote(test.randint(1, 9))] for _ in range(test.scaled(ONE_PAGE))]
     lengths = np.exp(test.rng.uniform(1, np.log(3 * PAGE_TOKENS), test.scaled(PROMPTS))).astype(int)
     prompts += [beginning, *map(test.quote, lengths.tolist())]

@@ -34,6 +34,9 @@ PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
 LATE = ((130, 600), (600, 900))
 """(minimum, maximum) tokens of each long prompt that joins a running batch. A drawn length is limited to two thirds of the
 maximum length and rounded down to whole pages. The other long prompts begin together."""
+ORIGINS, FORKED_TOKENS = 2, 960
+"""Number of rows whose forks fill the last batch, after a fork of the longest row, and their maximum tokens. The forks make
+many rows of 430 to 980 tokens."""
 CONTINUED = 6
 """Maximum number of different token sequences among many forks. Forks with equal tokens share a replay."""
 
@@ -81,6 +84,8 @@ class Walk:
         self.short = self._lengths(PAGE_TOKENS, min(3 * PAGE_TOKENS, most // 2))
         self.turns = itertools.chain(TURN_TILES, self._lengths(16, min(self.longest_turn, most // 4)))
         self.borders = iter(BORDERS * RUNS)
+        self.order = itertools.count(test.randint(0, STEPS))
+        """Numbers of the new orders of `step`, which take turns, so that every walk has every order."""
         begins = max(next(self.short), most - self.longest_turn - most // 4)
         self.talker = test.sequence("a conversation", begins)
         late = [max(1, min(test.randint(*span), most * 2 // 3) // PAGE_TOKENS) * PAGE_TOKENS for span in LATE]
@@ -155,11 +160,12 @@ class Walk:
         batches of half the rows each are decoded in turns.
         """
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
-        rows = self._reordered(same)
+        orders = self._orders(same)
         if self.rng.random() < 1 / 2:
             self._decode(same)
-            self._decode(rows)
+            self._decode(orders[next(self.order) % len(orders)])
             return
+        rows = self.test.pick((same, *orders))
         if self.rng.random() < 1 / 2:  # two batches of equal size in turns, often with the longest rows first
             half = len(rows) // 2
             if self.rng.random() < 1 / 2:
@@ -170,13 +176,13 @@ class Walk:
         share = self.rng.random()
         self._decode([row for row in rows if self.rng.random() < share])
 
-    def _reordered(self, rows: list[ForcedSequence]) -> list[ForcedSequence]:
-        """Return the rows in the same order, sorted by length, or with some rows in another order or at another place."""
+    def _orders(self, rows: list[ForcedSequence]) -> tuple[list[ForcedSequence], ...]:
+        """Return the rows reversed, sorted by length, turned, or with some rows in another order or at another place."""
         begin, end = sorted(self.test.randint(0, len(rows)) for _ in range(2))
         before, middle, after = rows[:begin], rows[begin:end], rows[end:]
         by_length = sorted(rows, key=lambda row: len(row.tokens))
-        orders = (
-            rows,
+        return (
+            rows[::-1],
             by_length,
             by_length[::-1],
             self._mixed(rows),
@@ -184,8 +190,8 @@ class Walk:
             [*before, *middle[::-1], *after],
             [*before, *middle[:2][::-1], *middle[2:], *after],
             [*middle, *before, *after],
+            [*after, *before, *middle],
         )
-        return self.test.pick(orders)
 
     def _mixed(self, rows: Sequence[ForcedSequence]) -> list[ForcedSequence]:
         return [rows[place] for place in self.rng.permutation(len(rows))]
@@ -305,21 +311,22 @@ class Walk:
         self.test.release(*leaving)
 
     def finish(self) -> None:
-        """End the conversation with a turn up to the maximum length; decode the longest rows with forks in a full batch."""
+        """End the conversation with a turn up to the maximum length; decode the longest rows with forks of three."""
         test = self.test
         test.decode(*self.rows)
         self._extend(self.talker, test.max_tokens)
-        rows = sorted(self.rows, key=lambda row: -len(row.tokens))[: max(1, 2 * test.largest // 3)]
+        forks = isinstance(test.engine, SupportsFork)
+        rows = sorted(self.rows, key=lambda row: -len(row.tokens))[: max(1, test.largest // 3) if forks else None]
         test.release(*(row for row in self.rows if row not in rows))
         for row in rows:
             row.ahead = test.draw(LAST_STEPS - 1)
-        for number in range(test.largest - len(rows) if isinstance(test.engine, SupportsFork) else 0):
-            row = rows[number % CONTINUED % len(rows)]
-            rows.append(test.fork(row, row.name))
-            rows[-1].ahead = list(row.ahead)
-        # Neighbours differ in their tokens, so that reading a neighbour's page changes a row's logits.
-        blocks = [range(begin, min(begin + CONTINUED, len(rows))) for begin in range(0, len(rows), CONTINUED)]
-        for _ in range(3):
-            order = [place for block in self.rng.permutation(len(blocks)) for place in self.rng.permutation(blocks[block])]
-            test.decode(*(rows[place] for place in order))
+        origins = [row for row in rows if len(row.tokens) <= FORKED_TOKENS][:ORIGINS] or rows
+        for number in range(test.largest - len(rows) if forks else 0):
+            row = origins[number % len(origins)] if number else rows[0]
+            rows.append(test.fork(row, row.name, LAST_STEPS - 1))
+            if number >= CONTINUED:
+                rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
+        rows = self._mixed(rows)
+        for order in (rows, rows[::-1], self._mixed(rows)):
+            test.decode(*order)
         test.release(*rows)

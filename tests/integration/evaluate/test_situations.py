@@ -45,6 +45,8 @@ LONG = {
     "turn_beyond_the_window": at("walk", "ages"),
     "prompt_of_tiles_of_320": at("walk"),
     "step_known_by_its_outer_rows": at("walk"),
+    "step_known_in_reverse": at("walk"),
+    "rows_of_middle_length": at("walk", max_tokens=1088),
     "one_row_joins_in_front": at("walk"),
     "third_of_eight_rows": at("walk"),
     "late_fork_shares_a_page": at("walk", max_tokens=1984),
