@@ -122,9 +122,15 @@ class StressTestConfig(StrictModel):
         return min(1.0, max(MIN_SHARE, (own - least) / (whole - least)))
 
     @property
+    def wear_steps(self) -> int:
+        """Decode steps of a request that is repeated twice per request of the burst. From 144 requests on, an engine takes more
+        than 4,096 steps in the test, so that a fault of one step in 4,096 is met."""
+        return max(3, min(12, self.requests // 12))
+
+    @property
     def steps(self) -> int:
         """Approximate number of decode steps."""
-        return 300 + 3 * self.decode_steps + 36 * self.requests
+        return 300 + 3 * self.decode_steps + (12 + 2 * self.wear_steps) * self.requests
 
 
 class SpeculationConfig(StrictModel):

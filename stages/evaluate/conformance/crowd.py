@@ -38,8 +38,6 @@ NOISE = 4.0
 
 MIN_REPETITIONS = 4
 """Minimum number of rounds of the wear test. Each round sends a pair of requests; two pairs alternate."""
-WEAR_STEPS = 12
-"""Decode steps of a request in `wear`. With 300 repetitions, the engine takes more than 4,096 steps in the stress test."""
 LEAK_BYTES = 512 << 10
 """Minimum growth in bytes that counts as a leak. The process must grow by it in each of the last three quarters of the run."""
 
@@ -83,14 +81,15 @@ def wear(test: StressTest) -> None:
     count = max(MIN_REPETITIONS, test.scaled(2 * test.config.requests))
     if isinstance(test.engine, SupportsRequests) or test.max_tokens < 2 * PAGE_TOKENS:
         return
-    lengths = test.randint(PAGE_TOKENS - WEAR_STEPS + 1, PAGE_TOKENS - 1), test.randint(2, 9)
+    steps = test.config.wear_steps
+    lengths = test.randint(PAGE_TOKENS - steps + 1, PAGE_TOKENS - 1), test.randint(2, 9)
     name = "a request that is repeated many times"
-    pairs = [[test.sequence(name, length, WEAR_STEPS) for length in lengths[: test.largest]] for _ in range(2)]
+    pairs = [[test.sequence(name, length, steps) for length in lengths[: test.largest]] for _ in range(2)]
     first, changed, resident = list[list[LogitSample]](), list[float](), list[int]()
     for number in range(count):
         again = [ForcedSequence(name, row.prompt, list(row.ahead), watched=number < 2) for row in pairs[number % 2]]
         test.prefill(*again)
-        test.decode(*again, steps=WEAR_STEPS)
+        test.decode(*again, steps=steps)
         test.release(*again)
         marks = [mark for sequence in again for mark in _sample_logits(sequence)]
         first += [marks] * (number < 2)
