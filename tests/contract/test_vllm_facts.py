@@ -2,24 +2,22 @@
 
 import json
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from helpers.engines.interpreter_bundles import config_of
+from helpers.engines.vllm_facts import FACTS_FILE, engine_arguments
 from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
-from stages.engines.vllm.backend import PROGRAM, cache_dtype, engine_args
-from stages.engines.vllm.engine import EVALUATION_ARGS
+from stages.engines.vllm.backend import PROGRAM, cache_dtype
 
-FACTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "facts" / "vllm.json").read_text(encoding="utf-8"))
+FACTS: dict[str, dict[str, Any]] = json.loads(FACTS_FILE.read_text(encoding="utf-8"))
 
 
 def test_every_checked_release_has_our_arguments() -> None:
-    serving = engine_args(config_of("vllm", "python3", kv_cache_gib=1), "auto", ["0"])
     assert {release.rpartition(".")[0] for release in FACTS} == set(PROGRAM.checked_releases)
     for facts in FACTS.values():
-        assert {"model", *serving, *EVALUATION_ARGS, "num_gpu_blocks_override"} == set(facts["EngineArgs"])
+        assert engine_arguments() == set(facts["EngineArgs"])
 
 
 def test_every_checked_release_has_the_types_of_the_policies() -> None:
