@@ -36,6 +36,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
     ("padding outside the vocabulary", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
+    ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "images")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
     ("unknown architecture", {"architectures": ["EvilForCausalLM"]}, ("EvilForCausalLM", "LlamaForCausalLM")),
@@ -43,7 +44,10 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
+    ("quantized, under an older key", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
     ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
+    ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
+    ("more experts per token than experts", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
     ("no_rope_layers with a number above 1", {"no_rope_layers": [1, 2]}, ("no_rope_layers", "numbers, 0 or 1", "[1, 2]")),
     ("a decoder in text_config too", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
 )
@@ -74,6 +78,8 @@ ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
     ("true as a frequency factor", {"rope_scaling": LLAMA3 | {"low_freq_factor": True}}, ("low_freq_factor", "number", "True")),
+    ("true as YaRN's beta", {"rope_scaling": YARN | {"beta_fast": True}}, ("rope_scaling.beta_fast", "number", "True")),
+    ("half a position", {"rope_scaling": YARN | {ORIGINAL: 64.5}}, (f"rope_scaling.{ORIGINAL}", "whole number", "64.5")),
     ("YaRN's betas without a range", {"rope_scaling": YARN | {"beta_fast": 1}}, ("beta_slow must be below beta_fast",)),
     ("a factor without a kind", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor=2.0", "rope_type=default")),
 )

@@ -51,6 +51,7 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
         json.dumps({"messages": [{"role": "user", "content": " "}], "reference": "a"}),
         ("messages", "the last one is empty"),
     ),
+    ("prompt and messages", sample_line(messages=[{"role": "user", "content": "x"}]), ("prompt", "messages")),
     ("an empty tool call", sample_line(**TOOL, reference="{}"), ("reference", "of one of the tools")),
     ("a reference that is no JSON", sample_line(check="json"), ("reference", "JSON")),
     ("tools that no check reads", sample_line(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),

@@ -1,4 +1,4 @@
-"""backend=llamacpp without llama.cpp: refusals before any work, and the bytes of a state."""
+"""backend=llamacpp without llama.cpp: refusals before any work."""
 
 from typing import Any
 

@@ -13,15 +13,15 @@ import yaml
 from helpers.engines.interpreter_bundles import make_bundle, open_engine
 from helpers.engines.interpreters import make_interpreter, script
 from helpers.engines.trtllm_exports import make_exports
-from helpers.policies.shipped import SHIPPED
+from helpers.policies.shipped import SHIPPED, conf
 from helpers.refusals import refused
 
 from stages.checkpoints.description import inspect_checkpoint
-from stages.core.errors import UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL, Worker, inspect_interpreter
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.backend import PROGRAM, refuse_fp8, target_refusal
-from stages.engines.trtllm.config import TargetName
+from stages.engines.trtllm.backend import PROGRAM, refuse_fp8, require_target, target_refusal, unread_key_refusal
+from stages.engines.trtllm.config import TargetName, TrtllmConfig
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,26 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
     python = make_interpreter(tmp_path / "bin", **(interpreter or {}))
     target = "pytorch" if "release" in (interpreter or {}) else "engine"
     return make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, **{"target": target, **changes})
+
+
+def test_unsupported_releases_are_refused_with_the_needed_one(tmp_path: Path) -> None:
+    for release in ("1.2.0", "1.3.0rc20", "1.3.0rc21"):
+        interpreter = inspect_interpreter(PROGRAM, make_interpreter(tmp_path / release, release=release))
+        assert interpreter.release == release
+        assert [(device.name, device.compute_cap, device.driver) for device in interpreter.devices] == [
+            ("Fake H0", "9.0", "580.95")
+        ]
+        require_target("pytorch", interpreter)
+        if release != "1.3.0rc21":
+            require_target("engine", interpreter)
+    message = (
+        f"backend.python={interpreter.python}: has TensorRT-LLM 1.3.0rc21, backend.target=engine needs 1.2 (1.2.1 is the last"
+    )
+    with refused(MissingRequirement, message, "set backend.target=pytorch"):
+        require_target("engine", interpreter)
+    python = make_interpreter(tmp_path / "old", release="1.1.0")
+    with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
+        inspect_interpreter(PROGRAM, python)
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
@@ -65,6 +85,21 @@ def test_refused_policies_name_the_supported_ones(tiny_checkpoint: Path) -> None
         "engine": {"fp16", "fp8", "fp8_uncalibrated", "int8_tensor"},
         "pytorch": {"fp16", "fp8", "fp8_uncalibrated"},
     }
+
+
+def test_what_a_target_does_not_support_is_refused_by_its_key(tiny_checkpoint: Path) -> None:
+    info, shipped = inspect_checkpoint(tiny_checkpoint), conf("backend", "trtllm")
+    for target, weights, ranks, expected in (
+        ("pytorch", "int8_sq", 1, "weights=int8_sq: backend.target=pytorch supports none, fp8, int4_awq"),
+        ("engine", "int4_awq", 2, "backend.tensor_parallel_size=2: weights=int4_awq are not split"),
+        ("engine", "none", 4, "backend.tensor_parallel_size=4: does not divide the model's 2 KV heads"),
+    ):
+        assert str(target_refusal(target, SHIPPED["fp8"], weights, info, ranks)).startswith(expected)  # type: ignore[arg-type]
+    unread = TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], "enable_block_reuse": False}})
+    assert unread_key_refusal("engine", TrtllmConfig.model_validate(shipped)) is unread_key_refusal("pytorch", unread) is None
+    assert str(unread_key_refusal("engine", unread)).startswith(
+        "backend.serving.enable_block_reuse=false: backend.target=engine ignores it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.config.compose import plan
 from stages.evaluate.inputs.checks import judge as judge_answer
 from stages.evaluate.inputs.samples import read_jsonl
 
@@ -36,6 +37,29 @@ def test_only_the_protected_environment_has_secrets_and_promotes() -> None:
         text, protected = json.dumps(job), name != "judge"
         assert ("secrets." in text, "stage=promote" in text, job.get("environment") == "production") == (protected,) * 3
         assert ("github.ref == 'refs/heads/main'" in job["if"]) == protected
+
+
+def test_the_gpu_job_judges_and_promotes_as_the_tutorial_does(tmp_path: Path) -> None:
+    values = {**JOB["env"], **GPU["env"], "HOME": str(tmp_path), "SIGNING": "", "TRUSTED": ""}
+    commands = [step["run"] for step in GPU["steps"] if step.get("run", "").startswith("kvgate ")]
+    judge, promote, rollback = (
+        re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), command).split()[1:] for command in commands
+    )
+    jobs = plan([part for part in judge if part != "-m"], multirun=True).jobs
+    page = (ROOT / "docs" / "serve-8b.md").read_text(encoding="utf-8")
+    (documented, *_) = re.findall(r"^kvgate (experiment=vllm .*) dry=true$", page, re.MULTILINE)
+    (tutorial,) = plan(documented.split(), multirun=False).jobs
+    for key in ("model", "kv", "workloads"):
+        assert getattr(jobs[0], key) == getattr(tutorial, key)
+    own = {"python": None}
+    assert jobs[0].backend.model_copy(update=own) == tutorial.backend.model_copy(update=own)
+    for changed in (plan(promote, multirun=False).jobs[0], plan(rollback, multirun=False).jobs[0]):
+        assert changed.stage in ("promote", "rollback")
+        for key in ("model", "work", "tracking", "gates"):
+            assert getattr(changed, key) == getattr(jobs[0], key)
+    assert GPU["if"].startswith("${{ vars.KVGATE_GPU == 'true'")
+    assert {"Judge", "Promote", "Try the champion", "Roll back"} <= {step.get("name") for step in GPU["steps"]}
+    assert {"Judge", "Promote", "Try the champion", "Roll back"} <= {step.get("name") for step in STEPS}
 
 
 def test_calls_of_bfcl_are_converted_to_questions(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pickle import PicklingError
 
 import pytest
 from helpers.refusals import refused
+from submitit.core.utils import FailedJobError
 
 from pipeline.chain import actions, launching, runner
 from pipeline.cli import console
@@ -123,3 +124,21 @@ def test_ray_start_failure_is_a_missing_requirement(ray: Ray) -> None:
     ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
     with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
         launching.start_ray({})
+
+
+SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FailedJobError("Traceback\n  File\nOSError: no folder\n"), r"failed \(OSError: no folder\); free some"),
+        (FailedJobError(SBATCH), "invalid partition: nope sbatch: error: submission failed"),
+    ],
+)
+def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, message: str) -> None:
+    cause = subprocess.CalledProcessError(1, ["sbatch"], stderr=SBATCH) if "sbatch" in str(error) else None
+    with pytest.raises(MissingRequirement, match=message) as caught, launching.launcher_errors("slurm"):
+        raise error from cause
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is error

@@ -21,6 +21,7 @@ from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.files import INDEX
 from stages.checkpoints.intake.finite import check_finite
 from stages.checkpoints.loading import expected_tensors, load_causal_lm
+from stages.checkpoints.places import checkpoint_label
 from stages.checkpoints.quantized import SERVED
 from stages.checkpoints.weights import check_weights
 from stages.core.digest import file_digest
@@ -279,3 +280,18 @@ def test_codes_that_kvgate_does_not_read_are_refused(key: str, value: object, ti
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match=rf"group_0\.weights\.{key}=.*kvgate reads"):
         inspect_checkpoint(tmp_path / "given")
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("/models/Llama-3.1-8B", "Llama-3.1-8B"),
+        ("/models/Llama-3.1-8B/", "Llama-3.1-8B"),
+        ("/cache/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f249a16976", "Llama-3.1-8B"),
+        ("/backups/snapshots/monday", "monday"),
+        ("/models/SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"),
+        ("pkg://stages.tiny/checkpoint", "tiny"),
+    ],
+)
+def test_a_model_is_named_after_its_source(path: str, label: str) -> None:
+    assert checkpoint_label(path) == label

@@ -76,6 +76,15 @@ def outcome(commands: Commands, folder: Path, *arguments: str, runs_stage: bool 
     return commands.run(BadInput("", arguments, (), runs_stage=runs_stage), folder)
 
 
+@pytest.mark.parametrize("arguments", [("-m", "kv=fp8,fp9", "log=json"), ("log=json", "kv.sink_tokens=-1", "seed=-1")])
+def test_early_errors_follow_the_log_mode(arguments: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
+    result = outcome(commands, tmp_path, *arguments)
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert lines
+    assert {(line["level"], line["exit_code"]) for line in lines if "step" not in line} == {("error", 2)}
+    assert (result.code, result.stdout) == (2, "")
+
+
 PRINTS = """
 import os
 from pipeline import __main__

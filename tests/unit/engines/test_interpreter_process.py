@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.core.errors import MissingRequirement
+from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import MAX_ERROR_CHARACTERS, Program, Worker, WorkerError, inspect_interpreter
 from stages.engines.interpreter.protocol import EmptyAnswer
 
@@ -24,3 +24,20 @@ def test_a_long_error_of_a_library_is_cut_to_a_line(tmp_path: Path) -> None:
     with pytest.raises(MissingRequirement) as refused:
         inspect_interpreter(program, sys.executable)
     assert len(str(refused.value)) < 2 * MAX_ERROR_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("printed", "message"),
+    [
+        (("ValueError: no such cache", "a child has failed"), "ValueError: no such cache"),
+        (("loading", "bye"), "bye"),
+    ],
+)
+def test_a_dead_worker_is_reported_with_its_last_exception(printed: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(f"import sys\nsys.stderr.write({chr(10).join(printed)!r})\nsys.exit(input() and 3)\n")
+    with (
+        Worker(Program("vllm", "vLLM", script, "pip install vllm"), sys.executable) as worker,
+        pytest.raises(UserError, match=rf"vLLM ended with exit code 3 in open; .*; its last output: {message}$"),
+    ):
+        worker.call("open", EmptyAnswer, 60)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.commands.jobs import configured
+from helpers.refusals import refused
 from helpers.registry.stores import make_artifact
 
 from pipeline.chain.engine_steps import EngineSteps
@@ -19,6 +20,7 @@ from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import reachable_modules
 from stages.core.errors import MissingRequirement
+from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE
@@ -123,3 +125,27 @@ def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
         reachable_modules(TensorRTBackend.build_module)
     )
     assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
+
+
+BUILT = BuiltFor(library="TensorRT", version="10.14.1.48", compute_capabilities=["8.9", "9.0"])
+
+
+@pytest.mark.parametrize(
+    ("machine", "exactly", "message"),
+    [
+        ({"version": "10.15.0.1", "compute_capabilities": ["8.9"]}, False, "TensorRT 10.15.0.1 and SM 8.9"),
+        ({"compute_capabilities": []}, False, "TensorRT 10.14.1.48 and no GPU"),
+        ({"compute_capabilities": ["9.0", "12.0"]}, False, "TensorRT 10.14.1.48 and SM 9.0, 12.0"),
+        ({"library": "TensorRT for RTX", "compute_capabilities": ["8.9"]}, False, "TensorRT for RTX 10.14.1.48 and SM 8.9"),
+        ({"compute_capabilities": ["8.9"]}, True, "TensorRT 10.14.1.48 and SM 8.9"),
+        ({"compute_capabilities": ["8.9"]}, False, None),
+        ({"compute_capabilities": ["9.0", "8.9"]}, True, None),
+    ],
+)
+def test_an_engine_for_another_gpu_or_version_is_refused(
+    machine: dict[str, object], exactly: bool, message: str | None
+) -> None:
+    built = "engine: this engine was built for TensorRT 10.14.1.48 and SM 8.9, 9.0"
+    refusal = refused(MissingRequirement, f"{built}, but this machine has {message}: build it here")
+    with nullcontext() if message is None else refusal:
+        check_built_for(Path("engine"), BUILT, BUILT.model_copy(update=machine), exactly=exactly)

@@ -1,5 +1,6 @@
 """The reference engine: its device, weights kept in 16 bits, and the memory of its attention."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,16 @@ import torch
 from helpers.policies.shipped import SHIPPED
 
 from benchmarks import benchlib
+from pipeline.chain.inputs import check_inputs
 from pipeline.chain.job_run import Run
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 from stages.engines.gpu import MIN_BYTES, reference_device
+from stages.engines.reference import attention
+from stages.engines.reference.attention import BLOCK_BYTES, BLOCK_ROWS, Span
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.placing import place_model, store_in_16_bits, within_memory
+from stages.policies.policy import FP16_POLICY
 
 CPU = torch.device("cpu")
 
@@ -85,3 +90,21 @@ def test_a_gpu_without_room_is_reported_in_one_line(error: RuntimeError) -> None
         raise error
     with pytest.raises(RuntimeError, match="another"), within_memory(torch.device("cuda")):
         raise RuntimeError("another")
+
+
+def test_a_blocks_scores_are_bounded_for_any_context() -> None:
+    for row_bytes in (100, 1 << 19, 1 << 22):
+        blocks = attention.plan_blocks(FP16_POLICY, [Span(0, 1000, 0)], row_bytes)
+        rows = max(block.end - block.begin for block in blocks)
+        assert rows == min(BLOCK_ROWS, BLOCK_BYTES // row_bytes)
+    assert max(block.end - block.begin for block in attention.plan_blocks(FP16_POLICY, [Span(0, 9, 0)], 2 * BLOCK_BYTES)) == 1
+
+
+def test_a_missing_requested_gpu_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """stage=build runs no engine."""
+    has_gpu(monkeypatch, present=False)
+    for stage in ("all", "evaluate", "build"):
+        (job,) = plan([f"workdir={tmp_path}", f"stage={stage}", "reference.device=cuda", "tracking=none"], multirun=False).jobs
+        refused = pytest.raises(MissingRequirement, match=r"^reference\.device=cuda")
+        with nullcontext() if stage == "build" else refused:
+            check_inputs(job)

@@ -189,6 +189,14 @@ def test_an_evaluation_refuses_scales_that_vllm_did_not_load(
         measure(engine, [], nothing, tmp_path, config=nothing, progress=nothing)
 
 
+def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VllmEngine.__mro__[1], "_check_machine", lambda *_: None)
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._record, engine._interpreter = SimpleNamespace(platform="cpu"), interpreter(platform="tpu")
+    with pytest.raises(MissingRequirement, match=r"pinned for vLLM on cpu, .* has vLLM on tpu"):
+        engine._check_machine(Path("bundle"))
+
+
 @pytest.mark.parametrize(
     ("changes", "served", "judged"),
     [

@@ -14,7 +14,7 @@ from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
-from stages.quantize.calibration import calibration_texts, tokenize
+from stages.quantize.calibration import calibration_texts, texts_from_file, tokenize
 from stages.workloads.prompts import all_prompt_ids, render_all
 
 
@@ -182,3 +182,18 @@ def test_generated_calibration_texts_start_with_one_bos(tiny_checkpoint: Path, t
     assert len(texts) == 5
     for ids in tokenize(tokenizer, texts, 1024, len(tokenizer)):
         assert [number for number, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
+
+
+def test_a_wrong_role_is_refused_and_a_byte_order_mark_accepted(tmp_path: Path) -> None:
+    path = write(tmp_path, {"messages": [{"role": "tool", "content": "4"}], "reference": "4"})
+    with pytest.raises(UserError, match=r"messages\.0\.role: input should be 'system'") as caught:
+        read_jsonl(path, set())
+    assert "\n" not in str(caught.value)
+    path.write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    assert len(read_jsonl(path, set())) == 1
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_calibration_texts(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf"one"\r\n\r\n{"text": "two"}\n')
+    assert texts_from_file(path, 9) == ["one", "two"]

@@ -14,6 +14,7 @@ from helpers.verdicts.reports import report as make_report
 
 from pipeline.chain.job_run import Run
 from pipeline.chain.planning import recommend_policy
+from pipeline.chain.suggesting import evidence_lines
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
 from stages.checkpoints.intake.shapes import ModelShape
@@ -141,6 +142,14 @@ def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object],
     recommendation = recommended(judged("fp8", **changes), judged("int8"), overrides=tuple(overrides))
     assert chosen(recommendation) == "int8"
     assert expected in reason(recommendation, "fp8")
+
+
+def test_the_suggested_command_covers_the_use() -> None:
+    short = ["capacity.contexts=[{tokens: 600, requests: 1}]", "capacity.concurrency=40", "capacity.new_tokens=300"]
+    config = plan([*USE[:2], *short], multirun=False).jobs[0]
+    budget = capacity(*short)
+    (command,) = [line for line in evidence_lines(config, [], recommend(budget, []), budget, MODEL) if "stage=evaluate" in line]
+    assert shlex.split(command)[4:6] == ["workloads.batch_size=40", "workloads.max_scored_tokens=300"]
 
 
 # stage=recommend on evidence as a run leaves it

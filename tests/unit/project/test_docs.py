@@ -199,6 +199,13 @@ def test_documented_gpu_evaluations_leave_room_for_the_reference(substitutions: 
         assert job.workloads.batch_size == job.backend.max_num_seqs, line
 
 
+def test_the_same_torch_version_is_pinned_everywhere() -> None:
+    """A pinned torch, installed first, keeps pip from downloading CUDA."""
+    (pinned,) = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    texts = [*TEXT.values(), (ROOT / "examples" / "ci" / "github-actions.yml").read_text(encoding="utf-8")]
+    assert {version for text in texts for version in re.findall(r"torch==([\d.]+)", text)} == {pinned}
+
+
 def test_no_hint_installs_kvgate_from_a_package_index() -> None:
     """No index has kvgate, so anybody could register its name there."""
     sources = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from helpers.source_imports import MODULES, ROOT, imported_names
@@ -85,6 +86,20 @@ def test_no_package_imports_a_later_package() -> None:
         place = PACKAGES.index(package_of(module))
         above = {name for name in imported_modules(module) if PACKAGES.index(package_of(name)) > place}
         assert not above, f"{module} ({package_of(module)}) imports {sorted(above)}"
+
+
+def test_there_are_no_import_cycles() -> None:
+    TopologicalSorter({module: imported_modules(module) for module in MODULES}).prepare()
+
+
+def test_only_backends_are_imported_by_name() -> None:
+    """Only these modules call `import_module`: to load backends, their configurations, and the modules of their bundles."""
+    dynamic = {name for name in MODULES if "import_module(" in MODULES[name].read_text("utf-8") and ".worker." not in name}
+    assert dynamic == {
+        "stages.engines.backend",
+        "stages.engines.config",
+        "stages.engines.interpreter.backend",
+    }
 
 
 def arithmetic_library(module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`make gpu` with parts that pass, fail, hang or lack a requirement, tested without a GPU."""
+"""`make gpu` with parts that pass, fail or hang, tested without a GPU."""
 
 import json
 import shlex

@@ -111,6 +111,21 @@ with socket.create_server(ANY) as _free:
 
 
 @pytest.mark.parametrize(
+    ("uri", "kind", "expected"),
+    [
+        (f"postgresql+x://u:{SECRET}@h/db", UserError, "sqlalchemy.dialects:postgresql.x); give a URI of SQLAlchemy"),
+        (f"mysql://u:{SECRET}@h/db", MissingRequirement, "not installed: MySQLdb; pip install mysqlclient"),
+        (f"mssql+pymssql://u:{SECRET}@h/db", MissingRequirement, "not installed: pymssql; pip install pymssql"),
+        (f"http://me:hunter2@{NOBODY}", MissingRequirement, "is not there: start the server"),
+        (f"http://me:{SECRET}@127.0.0.1:5000", UserError, "(/ is %2F)"),
+    ],
+    ids=["unknown driver", "missing driver", "missing driver of that name", "no server", "password in the address"],
+)
+def test_an_address_without_a_store_is_named(uri: str, kind: type[Exception], expected: str, tmp_path: Path) -> None:
+    assert expected in refusal(uri, tmp_path, kind)
+
+
+@pytest.mark.parametrize(
     ("status", "body", "kind", "expected"),
     [
         (401, b"who are you?", UserError, "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and"),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
@@ -154,6 +155,20 @@ def test_a_large_report_stays_below_three_megabytes(tmp_path: Path) -> None:
     assert f"Below are {MAX_POLICIES} of 30 candidates" in text
     assert re.search(r"[\d,]+ more of kv0 are in \S+samples\.jsonl", text)
     assert "characters …" in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path: Path) -> None:
+    report = judged[0].report
+    assert report is not None
+    fields: dict[str, Any] = {"kl_mean": None, "ppl_ratio": None, "kl_p999": None}
+    slices = [part.model_copy(update={"fidelity": part.fidelity.model_copy(update=fields)}) for part in report.slices]
+    rows_without_kl = [row.model_copy(update={"mean_kl": None}) for row in judged[0].rows]
+    candidate = judged[0].candidate.model_copy(update={"metrics": {}})
+    broken = replace(judged[0], candidate=candidate, rows=rows_without_kl, report=report.model_copy(update={"slices": slices}))
+    about = occasion(tmp_path, [broken])
+    assert make_page([broken], about)["rows"][1]["cells"][about.overview[0].index("mean KL") - 2] == "-"
+    assert "nan" not in render([broken], about).lower().replace("nano", "")
 
 
 def test_a_fork_of_a_process_that_drew_a_chart_can_draw_too() -> None:
