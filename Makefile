@@ -140,8 +140,8 @@ llamacpp: $(LLAMACPP)/ready
 
 # llama-cpp-python 0.3.36 crashes with a segmentation fault in its AMX code on Intel CPUs with AMX, so AMX is left out.
 NO_AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-int8)
-# The build tools are installed first, from the same lock. llama.cpp's command-line tools, half of its files, are not compiled, and
-# its 160 files of models in groups of 16 (UNITY_BUILD), because each file alone would parse the same large headers.
+# The build tools are installed first, from the same lock. llama.cpp's command-line tools, half of its files, are not compiled. Its 160
+# files of models are compiled in groups of 16 (UNITY_BUILD), because each file alone would parse the same large headers.
 UNITY = cmake_language(DEFER CALL set_target_properties llama PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 16)
 LLAMACPP_PIP := $(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes
 $(LLAMACPP)/ready: requirements/llamacpp.lock

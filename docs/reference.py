@@ -27,7 +27,7 @@ SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """Llama-3-8B's, for which the table of policies counts bytes."""
 RECORDS = {
     "of a work directory": {
-        "pipeline.registry.summary.FILE": "the last evaluation, for programs: candidates, checks, exit code (null: it runs)",
+        "pipeline.registry.summary.FILE": "the last evaluation, for programs: candidates, checks, exit code (null: not ended)",
         "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
         "pipeline.chain.showing.EARLIER_PAGE": "the last `report.html`, after a command that ended without a verdict",
         "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",

@@ -150,7 +150,8 @@ def rollback(run: Run) -> None:
     with run.engines(decides=False) as engines, show_progress("replaying the evidence"):
         move = engines.rollback()
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
-        summary.note(run.config.work, None, champion=move.champion)
+        if (run.config.work / summary.FILE).exists():
+            summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", move.message, champion=move.champion, message=move.message)
 
 

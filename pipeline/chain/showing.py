@@ -1,7 +1,7 @@
 """Output for people: report.html, and the comparison in MLflow. Neither decides anything."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,9 +60,15 @@ def show_results(config: Config, candidates: Sequence[Candidate], last: Summary,
     if last.champion is None and candidates:
         show_page(config, candidates, last, unfinished=last.unfinished)
     elif last.champion is None and began:
-        with suppress(OSError):
+        try:
             (config.work / PAGE).replace(config.work / EARLIER_PAGE)
             console.say(f"no verdict: {PAGE} of an earlier command is now {EARLIER_PAGE}")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            console.warning(
+                f"no verdict: {config.work / PAGE} is an earlier command's, and cannot be renamed ({error.strerror})"
+            )
     if compares:
         compare_in_mlflow(config, candidates, last.sweep)
 

@@ -78,7 +78,8 @@ def to_config(composed: DictConfig) -> Config:
         raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
         missing = re.search(r"'backend\.(\w+)' not found", str(error))  # experiment=vllm refers to keys of vLLM
-        fix = f"set {backends_with(missing[1])}" if missing else "give it a value, or name a key or a variable that exists"
+        owners = backends_with(missing[1]) if missing else ""
+        fix = f"set {owners}" if owners else "give it a value, or name a key or a variable that exists"
         raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {fix}") from error
     assert isinstance(values, dict)
     _refuse_secrets(values)
@@ -229,7 +230,7 @@ def _plan_jobs(overrides: list[Override], multirun: bool, parser: OverridesParse
         if OmegaConf.is_list(OmegaConf.select(composed, first.key_or_group)) and not re.search(r"[\[(]", values):
             raise UserError(f"{swept}: a list has brackets; write {shlex.quote(f'{key}=[{values}]')}")
         fix = f"quote one text with commas: {as_text(swept)}"
-        if isinstance(OmegaConf.select(composed, first.key_or_group), int | float):
+        if type(OmegaConf.select(composed, first.key_or_group)) in (int, float):  # not bool
             fix = "give one number, with a point for decimals"
         raise UserError(f"{swept}: several values need a sweep; add -m, or {fix}")
     if launcher != BASIC:

@@ -213,7 +213,8 @@ class MlflowStore(RegistryReader):
                 try:
                     yield run_id
                 except Exception as error:
-                    self.client.set_tag(run_id, "reasons", redact_text(describe(error)))
+                    with suppress(Exception):  # a failing store must not replace the command's own error
+                        self.client.set_tag(run_id, "reasons", redact_text(describe(error)))
                     raise
                 status = "FINISHED"
             except (KeyboardInterrupt, SystemExit):

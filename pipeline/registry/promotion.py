@@ -254,6 +254,11 @@ class Engines:
                 if entry.version:
                     lost = f"version {entry.version} is not in the registry"
                 raise GateRefusal(f"{entry.name} is not promoted: {lost}")
+            if entry.run_id != version.run_id:  # the sweep was registered under another tracking.model_name
+                raise GateRefusal(
+                    f"{entry.name} is not promoted: {version} of {self.model.name} is another evaluation; "
+                    "give the sweep's tracking.model_name, or another sweep with promote.sweep=ID"
+                )
             judged[version.number] = candidate = self.find(version).candidate
             if candidate.model != model:
                 raise GateRefusal(f"{candidate.name} is not promoted: {version} is of model {candidate.model}, not {model}")

@@ -219,8 +219,9 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
         place = f"{place}.original_max_position_embeddings"
         raise refusal(path, f"config.json: {place} must be a whole number, got {short(repr(original))}")
     low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
-    if (parameters.get(low) or YARN_BETAS[0]) >= (parameters.get(high) or YARN_BETAS[1]):
-        raise refusal(path, f"config.json: {place}.{low} must be below {high}, got {short(parameters.get(low))}")
+    least, most = parameters.get(low) or YARN_BETAS[0], parameters.get(high) or YARN_BETAS[1]
+    if least > most or (least == most and kind == "llama3"):  # transformers adds 0.001 to equal betas of YaRN
+        raise refusal(path, f"config.json: {place}.{low} must be below {high}, got {short(least)} and {short(most)}")
     return {key: value for key, value in parameters.items() if key != "type" and value is not None} | {"rope_type": kind}
 
 

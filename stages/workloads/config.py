@@ -123,8 +123,8 @@ class StressTestConfig(StrictModel):
 
     @property
     def wear_steps(self) -> int:
-        """Decode steps of a request that is repeated twice per request of the burst. From 144 requests on, an engine takes more
-        than 4,096 steps in the test, so that a fault of one step in 4,096 is met."""
+        """Decode steps of each short request of the scenario `wear`. With 144 or more requests in the burst, the whole test has
+        more than 4,096 decode steps, so that it meets a fault of one step in 4,096."""
         return max(3, min(12, self.requests // 12))
 
     @property

@@ -80,7 +80,7 @@ ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("true as a frequency factor", {"rope_scaling": LLAMA3 | {"low_freq_factor": True}}, ("low_freq_factor", "number", "True")),
     ("true as YaRN's beta", {"rope_scaling": YARN | {"beta_fast": True}}, ("rope_scaling.beta_fast", "number", "True")),
     ("half a position", {"rope_scaling": YARN | {ORIGINAL: 64.5}}, (f"rope_scaling.{ORIGINAL}", "whole number", "64.5")),
-    ("YaRN's betas without a range", {"rope_scaling": YARN | {"beta_fast": 1}}, ("beta_slow must be below beta_fast",)),
+    ("YaRN's betas without a range", {"rope_scaling": YARN | {"beta_fast": 0.5}}, ("below beta_fast, got 1 and 0.5",)),
     ("a factor without a kind", {"rope_scaling": {"factor": 2.0}}, ("rope_scaling.factor=2.0", "rope_type=default")),
 )
 

@@ -311,7 +311,7 @@ class Walk:
         self.test.release(*leaving)
 
     def finish(self) -> None:
-        """End the conversation with a turn up to the maximum length; decode the longest rows with forks of three."""
+        """End the conversation with a turn up to the maximum length; decode the longest rows with forks of three of them."""
         test = self.test
         test.decode(*self.rows)
         self._extend(self.talker, test.max_tokens)
@@ -320,7 +320,7 @@ class Walk:
         test.release(*(row for row in self.rows if row not in rows))
         for row in rows:
             row.ahead = test.draw(LAST_STEPS - 1)
-        origins = [row for row in rows if len(row.tokens) <= FORKED_TOKENS][:ORIGINS] or rows
+        origins = [row for row in rows if len(row.tokens) <= FORKED_TOKENS][:ORIGINS] or rows[:ORIGINS]
         for number in range(test.largest - len(rows) if forks else 0):
             row = origins[number % len(origins)] if number else rows[0]
             rows.append(test.fork(row, row.name, LAST_STEPS - 1))

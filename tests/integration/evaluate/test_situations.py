@@ -60,7 +60,7 @@ LONG = {
     "short_last_chunk": at("batch", max_tokens=1152),
     "after_192_decoded": at("batch", decode_steps=250),
     "scale_drifts": at("batch", decode_steps=250),
-    "nan_rarely": at("wear", requests=100),
+    "nan_rarely": at("wear", requests=120),
     "mask_one_too_many": at("walk", "fp8", max_tokens=320, max_batch=8),
     "chunk_reads_head_0": at("walk", "fp8", max_tokens=320, max_batch=8),
     "torch_rows_swapped": at("walk", max_tokens=128, max_batch=6),
