@@ -26,7 +26,6 @@ BARE = (
 )
 ARGUMENTS = ("KvCacheConfig", "TorchLlmArgs", "SchedulerConfig", "DynamicBatchConfig", "CapacitySchedulerPolicy")
 ELSEWHERE = {
-    "LLM": "standin_llm",
     "SamplingParams": "tensorrt_llm.sampling_params",
     "logger": "tensorrt_llm.logger",
     "__version__": "tensorrt_llm.version",
@@ -223,5 +222,9 @@ def stop_at_the_network() -> None:
     builder.optimize_model_with_config, builder.build = optimized, built
 
 
-install()
-show_gpus(SM)
+def begin() -> None:
+    """Prepare this interpreter, before its program starts."""
+    install()
+    show_gpus(SM)
+    if "tensorrt_llm.commands.build" in sys.orig_argv:
+        stop_at_the_network()
