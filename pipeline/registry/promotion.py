@@ -254,7 +254,7 @@ class Engines:
                 if entry.version:
                     lost = f"version {entry.version} is not in the registry"
                 raise GateRefusal(f"{entry.name} is not promoted: {lost}")
-            if entry.run_id != version.run_id:  # the sweep was registered under another tracking.model_name
+            if entry.identity.digest != version.identity_digest:  # registered under another tracking.model_name
                 raise GateRefusal(
                     f"{entry.name} is not promoted: {version} of {self.model.name} is another evaluation; "
                     "give the sweep's tracking.model_name, or another sweep with promote.sweep=ID"

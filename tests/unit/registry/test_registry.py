@@ -287,7 +287,11 @@ def test_a_rolled_back_engine_returns_by_evaluation_or_name(registry: MemoryRegi
         ({}, "llama", r"version 1 \(fp8\) is of model tiny, not llama"),
         ({"version": ""}, "tiny", "not registered"),
         ({"version": "9"}, "tiny", "version 9 is not in"),
-        ({"run_id": "of another registered model"}, "tiny", r"version 1 \(fp8\) of .* is another evaluation"),
+        (
+            {"identity": Cited(path=Path("identity.json"), digest="other")},
+            "tiny",
+            r"version 1 \(fp8\) of .* is another evaluation",
+        ),
     ],
 )
 def test_a_summarys_versions_are_decided_again(
