@@ -93,10 +93,9 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        workloads_file = evidence.identity.workloads_file
-        if samples is not None and workloads_file is not None:  # where the evidence expects them
-            write_questions(copy / workloads_file, user_content("samples", samples))
-    if samples is not None and evidence.identity.workloads_file is None:
+        if samples is not None and evidence.workloads_file is not None:  # where the evidence expects them
+            write_questions(evidence.workloads_file, user_content("samples", samples))
+    if samples is not None and evidence.workloads_file is None:
         raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
     require_same(champion_name, replay(evidence, config.signing))
     assert evidence.engine is not None, "a replay without the engine is missing something"

@@ -241,11 +241,10 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
         step = next_steps.after_judging(config, judged, base, swept=swept, unfinished=unfinished is not None)
     if step is not None and last.champion is None:
         step.show()
-    if not sweeping:  # the command is its only job
-        summary.finish(config.work, last.sweep, code)
-    summary.note(config.work, last.sweep, exit_code=code)
-    if refusal is not None and not sweeping:
-        raise refusal
+    only_job = {} if sweeping else {"exit_codes": {1: code}}  # the jobs of a sweep have recorded theirs
+    summary.note(config.work, last.sweep, exit_code=code, **only_job)
     if refusal is not None:
+        if not sweeping:
+            raise refusal
         console.ended_by(refusal)
     return code

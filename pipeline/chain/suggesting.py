@@ -17,6 +17,7 @@ from stages.planning.capacity import Capacity
 from stages.planning.duration import PRODUCTS, SCALING
 from stages.planning.recommend import NOT_SERVED, Recommendation
 from stages.policies.policy import whole_pages
+from stages.verdict.gates.evaluation import RECOMMENDED_DOCUMENTS
 from stages.workloads.config import LONG_DOCUMENTS
 
 MAX_DEFAULT_TOKENS = 640
@@ -31,8 +32,6 @@ GPU_SHARE = 0.75
 """Share of a GPU that vLLM may use under `experiment=vllm`; the reference engine takes the rest."""
 ACTIVATIONS_GIB = 5
 """Memory of vLLM's activations, as in docs/serve-8b.md."""
-DOCUMENTS = 60
-"""Documents of a suggested command. With fewer, few formats on vLLM pass (docs/serve-8b.md)."""
 GPU_NOTE = "a CPU takes hours for this use: judge it with vLLM on a GPU, then repeat this command with backend=vllm"
 
 
@@ -122,7 +121,7 @@ def _vllm_keys(config: Config, capacity: Capacity, remaining: Sequence[str]) -> 
     if "backend.kv_cache_gib" not in given_keys and cache > 0:
         keys.append(f"backend.kv_cache_gib={cache}")
     if config.workloads.jsonl is None and "workloads.length_documents" not in given_keys:
-        keys.append(f"workloads.length_documents={DOCUMENTS}")
+        keys.append(f"workloads.length_documents={RECOMMENDED_DOCUMENTS}")
     python = config.backend.python if isinstance(config.backend, VllmConfig) else os.environ.get("KVGATE_VLLM_PYTHON")
     return keys if python else [*keys, "backend.python=PYTHON"]
 

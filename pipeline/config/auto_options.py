@@ -44,7 +44,8 @@ def has_chat_template(path: Path) -> bool:
     """Return whether the tokenizer of a checkpoint or GGUF renders conversations. Raises UserError if it cannot be read."""
     if path.is_file():
         return "tokenizer.chat_template" in read_header(path).metadata
-    for file in filter(Path.is_file, (path / "chat_template.jinja", path / "chat_template.json")):
-        return file.stat().st_size > 0  # transformers takes an empty file for no template
+    template = next(filter(Path.is_file, (path / "chat_template.jinja", path / "chat_template.json")), None)
+    if template is not None:
+        return template.stat().st_size > 0  # transformers takes an empty file for no template
     name = "tokenizer_config.json"
     return (path / name).is_file() and bool(read_json(path, name).get("chat_template"))

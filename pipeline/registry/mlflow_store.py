@@ -213,7 +213,7 @@ class MlflowStore(RegistryReader):
                 try:
                     yield run_id
                 except Exception as error:
-                    with suppress(Exception):  # a failing store must not replace the command's own error
+                    with suppress(MlflowException):  # a failing store must not replace the command's own error
                         self.client.set_tag(run_id, "reasons", redact_text(describe(error)))
                     raise
                 status = "FINISHED"

@@ -102,7 +102,7 @@ class Candidate(StrictModel):
 
     @property
     def caveat(self) -> str | None:
-        """What a PASS on few questions leaves open: ruined requests, and a part of the stress test; None if nothing."""
+        """Weak points of a PASS: ruined requests that it cannot exclude, a reduced stress test; None without any."""
         ruined = [check for check in self.checks if check.gate == Gate.RUINED]
         open_shares = [line.bound for line in ruined if line.bound is not None and line.bound > (line.threshold or 0.0)]
         parts = [f"too few documents to exclude that {100 * share:.2g} % of requests are ruined" for share in open_shares]

@@ -75,6 +75,7 @@ def test_an_unwritable_summary_does_not_hide_the_jobs_error(
     monkeypatch.setitem(actions.ACTIONS, "evaluate", refuse)
     (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
     monkeypatch.setattr(summary, "finish", full)
+    monkeypatch.setattr(summary, "note", full)
     with pytest.raises(MissingRequirement, match="no GPU"):
         run_job(config)
     output = capsys.readouterr().err

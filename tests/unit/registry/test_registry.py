@@ -219,7 +219,7 @@ def test_a_trial_on_short_questions_does_not_replace_the_champion(registry: Memo
 
 
 def test_the_best_of_several_verdicts_on_one_engine_is_not_promoted(registry: MemoryRegistry) -> None:
-    """`-m seed=0,1` judges an engine twice, so that one of the verdicts may be a lucky PASS."""
+    """`-m seed=0,1` judges an engine twice, and a PASS by chance becomes more likely."""
     first, small = registry.judge("fp8", 2000), registry.judge("int8", 1000)
     seeds = [registry.judge("fp8", 2000, "INCONCLUSIVE"), first]
     assert {candidate.engine.digest for candidate in seeds} == {first.engine.digest}
