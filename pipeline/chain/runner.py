@@ -234,7 +234,7 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
         refusal = MissingRequirement(f"{unfinished}; run it again to continue")
     refused = () if refusal is None else (exit_code(refusal),)
     code = max((code, *refused, *last.exit_codes.values()), key=SEVERITY.index)
-    write_junit(config.work / JUNIT, last.model_copy(update={"exit_code": code}))
+    write_junit(config.work / JUNIT, last.model_copy(update={"exit_code": code}), planned.accepted)
     show_results(config, candidates, last, began=began, compares=sweeping)
     if judged:
         swept = planned.swept_keys

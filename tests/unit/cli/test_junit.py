@@ -8,13 +8,13 @@ from helpers.registry.candidates import judged_candidate
 from pipeline.cli.junit import write_junit
 from pipeline.registry.summary import Summary
 from stages.verdict.candidate import Candidate
-from stages.verdict.verdict import Check, Gate, LineStatus
+from stages.verdict.verdict import Check, Gate, LineStatus, Status
 
 CHILDREN = {
     "testsuites": {"testsuite"},
     "testsuite": {"properties", "testcase"},
     "properties": {"property"},
-    "testcase": {"failure", "error", "system-out"},
+    "testcase": {"skipped", "failure", "error", "system-out"},
 }
 """Element -> allowed children, for the used part of the schema of JUnit's reports."""
 
@@ -27,13 +27,16 @@ def candidate(folder: Path, name: str, *checks: Check, **update: object) -> Cand
     return judged_candidate(folder, name, metrics={}).model_copy(update={"checks": checks, **update})
 
 
-def written(folder: Path, *candidates: Candidate, jobs: int = 0, exit_code: int = 0) -> ElementTree.Element:
+def written(
+    folder: Path, *candidates: Candidate, jobs: int = 0, exit_code: int = 0, accepted: tuple[Status, ...] = ("PASS",)
+) -> ElementTree.Element:
     """Write a report, check it against the schema, and return its root."""
     last = Summary(sweep="a", names=tuple(map(str, range(jobs))), candidates=candidates, exit_code=exit_code)
-    write_junit(folder / "junit.xml", last)
+    write_junit(folder / "junit.xml", last, accepted)
     root = ElementTree.parse(folder / "junit.xml").getroot()
     for element in root.iter():
         assert {child.tag for child in element} <= CHILDREN.get(element.tag, set())
+    assert all(int(suite.attrib["skipped"]) == len(list(suite.iter("skipped"))) for suite in root)
     for suite in (root, *root.iter("testsuite")):
         for count, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
             assert int(suite.attrib[count]) == len(list(suite.iter(tag)))
@@ -56,6 +59,13 @@ def test_a_candidate_is_one_test_that_is_red_unless_it_passed(tmp_path: Path) ->
     assert failure.attrib["message"] == "4 of 16 answers lost"
     assert str(failure.text).splitlines()[1] == "FAIL accuracy [copy]: a reason"
     assert "WARNING max_ruined_share [copy]: not asked" in str(cases["fp8"].findtext("system-out"))
+
+
+def test_a_quick_check_that_does_not_fail_is_skipped(tmp_path: Path) -> None:
+    undecided, failed = (candidate(tmp_path, verdict, verdict=verdict) for verdict in ("INCONCLUSIVE", "FAIL"))
+    root = written(tmp_path, undecided, failed, accepted=("PASS", "INCONCLUSIVE"))
+    cases = {case.attrib["name"]: [child.tag for child in case] for case in root.iter("testcase")}
+    assert cases == {"INCONCLUSIVE": ["skipped", "system-out"], "FAIL": ["failure"]}
 
 
 def test_a_job_without_a_verdict_is_an_error(tmp_path: Path) -> None:
