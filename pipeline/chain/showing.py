@@ -15,9 +15,10 @@ from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.registry.promotion import PromotionMove
-from pipeline.registry.summary import Summary
+from pipeline.registry.summary import FOLDER, Summary
 from pipeline.registry.tracking import compare_url, server_command
 from stages.core.errors import Refusal, UserError, required_libraries
+from stages.core.files import write_atomically
 from stages.core.records import Sample
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 """File in the work directory that shows the last evaluation, sweep or promotion."""
-EARLIER_PAGE = "report.earlier.html"
-"""New name of PAGE after a command that began to judge and ended without a verdict."""
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def show_results(config: Config, candidates: Sequence[Candidate], last: Summary,
     """Show the report of judged candidates. With `compares`, also a table, and their runs in MLflow.
 
     If there is a champion, the promotion has shown the report already. If there is no candidate although a job began to judge
-    (`began`), the report of an earlier command is renamed; an OSError must not replace the command's own error.
+    (`began`), PAGE is an earlier command's and is removed; an OSError must not replace the command's own error.
     """
     compares = compares and bool(candidates)
     if compares:
@@ -61,13 +60,13 @@ def show_results(config: Config, candidates: Sequence[Candidate], last: Summary,
         show_page(config, candidates, last, unfinished=last.unfinished)
     elif last.champion is None and began:
         try:
-            (config.work / PAGE).replace(config.work / EARLIER_PAGE)
-            console.say(f"no verdict: {PAGE} of an earlier command is now {EARLIER_PAGE}")
+            (config.work / PAGE).unlink()
+            console.say(f"no verdict: {PAGE} was an earlier command's; {FOLDER}/ has the pages of all sweeps")
         except FileNotFoundError:
             pass
         except OSError as error:
             console.warning(
-                f"no verdict: {config.work / PAGE} is an earlier command's, and cannot be renamed ({error.strerror})"
+                f"no verdict: {config.work / PAGE} is an earlier command's, and cannot be removed ({error.strerror})"
             )
     if compares:
         compare_in_mlflow(config, candidates, last.sweep)
@@ -81,7 +80,7 @@ def show_page(
     unfinished: str | None = None,
     move: PromotionMove | None = None,
 ) -> None:
-    """Write the page about candidates and attach it to their runs.
+    """Write the page about candidates, with a copy in the folder of summaries, and attach it to their runs.
 
     The page decides nothing, so a failure is only a warning. `unfinished` says which part of the sweep is missing. After a
     promotion, `move` has the new champion.
@@ -105,6 +104,7 @@ def show_page(
         )
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
+        write_atomically(config.work / FOLDER / f"{last.sweep}.html", page.read_text(encoding="utf-8"))
         console.result("report", f"\nreport: {page!s}", paste=True, file=page)
         store = _store_of(config, candidates)
         if store is None:

@@ -28,7 +28,7 @@ def test_every_declared_stage_has_a_function() -> None:
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_an_old_report_is_renamed_and_never_hides_the_error(
+def test_an_old_report_is_removed_and_never_hides_the_error(
     is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(self: FakeBackend, bundle: Path) -> None:  # noqa: ARG001
@@ -37,17 +37,13 @@ def test_an_old_report_is_renamed_and_never_hides_the_error(
     use_fake_stages(monkeypatch)
     monkeypatch.setattr(FakeBackend, "load", refuse)
     page = tmp_path / "report.html"
-    earlier = tmp_path / "report.earlier.html"
-    page.write_text("yesterday's")
-    if not is_file:
-        earlier.mkdir()  # a file cannot replace a folder
+    page.write_text("yesterday's") if is_file else page.mkdir()
     (config,) = plan([f"workdir={tmp_path}", "calibration.samples=4", "tracking=none", "stage=evaluate"], multirun=False).jobs
-    for renamed in (is_file, False):
+    for removed in (is_file, False):
         with pytest.raises(MissingRequirement, match="no GPU"):
             run_job(config)
-        assert ("report.html of an earlier command is now report.earlier.html" in capsys.readouterr().out) == renamed
+        assert ("no verdict: report.html was an earlier command's;" in capsys.readouterr().out) == removed
     assert page.exists() == (not is_file)
-    assert not is_file or earlier.read_text() == "yesterday's", "a second failure does not lose it"
 
 
 def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +161,12 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, c
         actions.promotable(planned.jobs[0])
     assert preview(planned) == 3
     assert "sweep 4 did not finish" in capsys.readouterr().err
+    summary.begin(tmp_path, "5", ["fp8"])
+    summary.record(tmp_path, "5", judged.model_copy(update={"model": "other"}))
+    with pytest.raises(
+        UserError, match=r"tiny in sweep 5; the last ones are of other: .*, or promote\.sweep=4 for the last ones"
+    ):
+        actions.promotable(planned.jobs[0])
 
 
 def test_an_evaluation_without_tracking_does_not_hide_a_registered_one(
