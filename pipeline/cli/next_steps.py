@@ -103,7 +103,7 @@ class NextStep:
     command: str | None = None
     """Shell command; None if the step is not a command."""
     wrong: Sequence[str] = ()
-    """Lines with some wrong answers of the baseline, which show why this step is suggested."""
+    """Lines with some answers of the baseline, which show why this step is suggested."""
 
     def show(self) -> None:
         colon = "" if self.command is None else ":"
@@ -204,8 +204,8 @@ def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep:
     else:
         why = (
             "ask questions that this model answers: workloads=chat calibration=chat, or your own, a JSON object per line, as "
-            "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, word the references as the model "
-            "does, or use check mention (docs/questions.md#my-questions)"
+            "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, use check mention and word the "
+            "references as the model does; an example turn in `messages` shows it the form (docs/questions.md#my-questions)"
         )
     return NextStep(why, command_line(base, *changes, sweep=sweep) if changes else None, error.wrong)
 

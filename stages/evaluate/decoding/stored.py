@@ -111,23 +111,31 @@ def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: floa
             chance = probability(measured.statistics[sample.id].baseline_nll, item)
             workloads.setdefault(sample.workload, []).append((sample, answer, chance))
     weak: dict[str, str] = {}
-    failures: list[tuple[Sample, str]] = []
+    shown: list[tuple[Sample, str]] = []
     for name, answers in sorted(workloads.items()):
         mean = fmean(chance for *_, chance in answers)
         if not mean >= minimum:
-            failed = [(sample, answer.text) for sample, answer, _ in answers if not answer.correct]
-            right = len(answers) - len(failed)
-            weak[name] = f"{right} of {len(answers)} questions of {name} (mean probability {100 * mean:.2g} %)"
-            failures += failed
+            right, wrong = (
+                [(sample, answer.text) for sample, answer, _ in answers if answer.correct == is_right]
+                for is_right in (True, False)
+            )
+            weak[name] = (
+                f"{len(right)} of {len(answers)} questions of {name} (mean probability of the references {100 * mean:.2g} %)"
+            )
+            # If most answers are right, the model words them differently from the references.
+            shown += right if len(right) > len(wrong) else wrong
     if weak:
         these = "this workload" if len(weak) == 1 else "these workloads"
-        message = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
-        lines = [_describe_answer(*failure) for failure in failures[:SHOWN_ANSWERS]]
+        message = (
+            f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run; "
+            f"gates.min_baseline_probability is {100 * minimum:g} %"
+        )
+        lines = [_describe_answer(*answer) for answer in shown[:SHOWN_ANSWERS]]
         raise CannotBeJudged(message, list(weak), sorted(workloads.keys() - weak), lines)
 
 
 SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
-"""Maximum wrong answers in a refusal, and maximum characters of each shown text."""
+"""Maximum answers in a refusal, and maximum characters of each shown text."""
 
 
 def _describe_answer(sample: Sample, answer: str) -> str:

@@ -116,8 +116,8 @@ def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     with pytest.raises(CannotBeJudged) as refusal:
         refuse_weak(encoded, measured, 0.02)
     assert str(refusal.value) == (
-        "FP16 itself answers 1 of 60 questions of own (mean probability 0.4 %): this workload cannot be judged, and "
-        "no candidate was run"
+        "FP16 itself answers 1 of 60 questions of own (mean probability of the references 0.4 %): this workload cannot be "
+        "judged, and no candidate was run; gates.min_baseline_probability is 2 %"
     )
     assert (refusal.value.weak, refusal.value.able, len(refusal.value.wrong)) == (["own"], [], 3)
     line = refusal.value.wrong[0]
@@ -127,3 +127,8 @@ def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     assert "Which number? password=***', expected 'It is 7.', answered 'Seven.?so so" in line
     assert len(line) < 500
     refuse_weak(encoded, measured, 0.004)
+    # Most answers are right, but worded differently: the shown answers are the right ones.
+    right = {name: JudgedAnswer("The number is 7.", correct=name != "q0") for name in answers}
+    with pytest.raises(CannotBeJudged, match="answers 59 of 60") as refusal:
+        refuse_weak(encoded, measured.model_copy(update={"answers": right}), 0.02)
+    assert [line.split(" ", 1)[0] for line in refusal.value.wrong] == ["q1", "q2", "q3"]
