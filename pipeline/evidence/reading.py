@@ -81,7 +81,6 @@ class Evidence:
             model=identity.model,
             backend=identity.backend,
             **Candidate.decided(identity.verdict),
-            stress_share=1.0 if self.report.limits is None else self.report.limits.stress_share,
             metrics=self.report.metrics,
             engine=Cited(path=self.engine or store / engine.place, digest=engine.digest),
             baseline=Cited(path=self.baseline or store / baseline.place, digest=baseline.digest),

@@ -51,8 +51,6 @@ class Candidate(StrictModel):
     samples_needed: Mapping[str, int] = {}
     """Workload, or "all" -> samples that would decide the next attempt if the rates stay the same. Workloads that passed are
     included if the next attempt needs more of their samples."""
-    stress_share: float = 1.0
-    """Share of the stress test that ran."""
     metrics: Mapping[str, float]
     """Finite metrics by name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
     engine: Cited
@@ -102,11 +100,10 @@ class Candidate(StrictModel):
 
     @property
     def caveat(self) -> str | None:
-        """Weak points of a PASS: ruined requests that it cannot exclude, a reduced stress test; None without any."""
+        """The share of ruined requests that a PASS leaves open, as a clause; None if it is within the gate's limit."""
         ruined = [check for check in self.checks if check.gate == Gate.RUINED]
         open_shares = [line.bound for line in ruined if line.bound is not None and line.bound > (line.threshold or 0.0)]
         parts = [f"too few documents to exclude that {100 * share:.2g} % of requests are ruined" for share in open_shares]
-        parts += [f"{100 * self.stress_share:.0f} % of the stress test ran"] if self.stress_share < 1 else []
         return "; ".join(parts) or None if self.verdict == "PASS" else None
 
     @property
