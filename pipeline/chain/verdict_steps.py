@@ -58,7 +58,7 @@ class VerdictSteps:
         """Measure rounds until the gates can decide. Return the report on the configured policy's engine."""
         policy = self.config.kv
         if self.too_few is not None and self.chain.store.makes:  # a dry run prints this reason at its end
-            console.say(console.note(f"{self.too_few} (docs/questions.md#my-questions)"))
+            console.say(console.note(f"{self.too_few}; experiment=quick takes a first look (docs/questions.md#my-questions)"))
         artifacts = {"baseline": self.chain.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self.note_length(self._encoded)

@@ -20,13 +20,14 @@ from stages.workloads.config import CONTROL_SAMPLES, LONG, LONG_QUESTIONS, Workl
 PRODUCTS, ATTENTION, BYTES = 156e9, 83e9, 11.4e9
 """The default engine: operations per second in products with weights, operations per second in attention, and bytes of weights
 that decode steps read per second."""
-REFERENCE_PRODUCTS, REFERENCE_ATTENTION = 110e9, 94e9
+REFERENCE_PRODUCTS, REFERENCE_ATTENTION = 80e9, 94e9
 """The reference engine: operations per second in products with weights and in attention."""
 SCALING = 0.85
 """Exponent of the number of threads in the speed-up of the default engine's products and attention: two threads compute 1.8
 times as fast as one. Decode steps wait for memory, and the reference engine runs many small operations: both gain little."""
-PREPARING_S = 0.3e-6
-"""Seconds per parameter for reading the checkpoint, exporting and building."""
+PREPARING_S, STARTING_S = 0.3e-6, 25.0
+"""Seconds per parameter for reading the checkpoint, exporting and building; seconds for imports, the tracking store, and
+loading the engines in every round."""
 BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
 """Memory of a verdict besides caches: bytes per parameter for engine and reference engine in float32, then GiB for libraries
 and distributions."""
@@ -92,7 +93,7 @@ class VerdictWork:
             tokens, _, pairs, _ = work
             return float(2 * parameters * tokens / products + 4 * width * pairs / attention)
 
-        fixed = PREPARING_S * parameters + computing(self.reference, REFERENCE_PRODUCTS, REFERENCE_ATTENTION)
+        fixed = STARTING_S + PREPARING_S * parameters + computing(self.reference, REFERENCE_PRODUCTS, REFERENCE_ATTENTION)
         first, whole = (
             fixed + computing(work, PRODUCTS, ATTENTION) / threads**SCALING + float(4 * parameters * work[-1] / BYTES)
             for work in (self.first, self.whole)
