@@ -33,7 +33,6 @@ class Job:
     weights: WeightsFormat
     checkpoint: CheckpointInfo
     builds: bool = True
-    """Whether the command builds an engine."""
     judges: bool = False
     """Whether the command runs an engine on this machine."""
 
@@ -156,7 +155,6 @@ class Backend(ABC, Generic[C]):
         return {}
 
     def build_arguments(self) -> dict[str, Any]:
-        """Return additional arguments for `build_bundle`."""
         return {}
 
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
@@ -170,11 +168,7 @@ class Backend(ABC, Generic[C]):
 
     @abstractmethod
     def load(self, bundle: Path) -> Engine:
-        """Load a bundle that `build` wrote.
-
-        Raises UserError if a file of the bundle is missing or was altered; MissingRequirement if this machine cannot run the
-        engine.
-        """
+        """Load a bundle that `build` wrote. Raises UserError if it was altered, MissingRequirement if it cannot run here."""
 
 
 def open_backend(config: BackendConfig) -> Backend[BackendConfig]:

@@ -28,7 +28,6 @@ class SequenceTable(dict[int, S]):
         self._handles = count()
 
     def add(self, sequence: S) -> int:
-        """Store a new sequence and return its handle."""
         handle = next(self._handles)
         self[handle] = sequence
         return handle
@@ -57,7 +56,6 @@ class ChunkedEngine(Engine):
         return handles, logits
 
     def _chunks(self, prompt: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yield the chunks of a prompt."""
         for begin in range(0, len(prompt), self.prefill_chunk):
             yield prompt[begin : begin + self.prefill_chunk]
 
@@ -71,7 +69,6 @@ class ChunkedEngine(Engine):
 
 
 def check_positive(**options: int) -> None:
-    """Raise UserError if an option is below 1."""
     for name, value in options.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")

@@ -31,8 +31,6 @@ class BundleRecord(StrictModel):
 
 
 class ModelRecord(BundleRecord):
-    """A `bundle.json` that records the model's shape."""
-
     @property
     @abstractmethod
     def shape(self) -> KVShape: ...
@@ -105,7 +103,6 @@ def begin_bundle(source: Path, out: Path, policy: KVPolicy, scales: Path, shape:
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy the tokenizer's files and write a generation_config.json with the end tokens."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             link_or_copy(source / name, out / name)
@@ -113,17 +110,12 @@ def copy_tokenizer(source: Path, out: Path) -> None:
 
 
 def write_bundle(directory: Path, bundle: BundleRecord) -> None:
-    """Write `bundle.json`."""
     text = json.dumps(bundle.model_dump(mode="json"), indent=1, sort_keys=True)
     (directory / BUNDLE_FILE).write_text(text + "\n")
 
 
 def open_record(directory: Path, record: type[B], backend: str) -> B:
-    """Read `bundle.json` and verify the files that it names.
-
-    Raises:
-        UserError: The bundle belongs to another backend, or a file is missing or has changed since the build.
-    """
+    """Read `bundle.json` and verify its files. Raises UserError if another backend built it or a file is missing or changed."""
     path = directory / BUNDLE_FILE
     built_by = read_record(path, _AnyBackend).backend
     if built_by != backend:
@@ -142,12 +134,7 @@ def open_bundle(directory: Path, record: type[M], backend: str) -> tuple[M, KVPo
 def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exactly: bool = False) -> None:
     """Raise MissingRequirement, naming both sides, unless this machine can run an engine.
 
-    Args:
-        directory: The engine's bundle, for the message.
-        built: Library and GPUs that the engine was built for.
-        machine: Library and GPUs of this machine.
-        exactly: Whether both must have the same set of compute capabilities. Otherwise the engine may support more
-            capabilities than the machine has.
+    With `exactly`, both must have the same set of compute capabilities. Otherwise the engine may support more than the machine.
     """
     same_library = (built.library, built.version) == (machine.library, machine.version)
     targets, devices = set(built.compute_capabilities), set(machine.compute_capabilities)
@@ -160,7 +147,6 @@ def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exac
 
 
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:
-    """Raise UserError if a file is missing or its digest differs."""
     for name in files:
         if not (directory / name).is_file():
             raise UserError(f"{directory / name} is missing: build the engine again with stage=build")

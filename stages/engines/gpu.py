@@ -13,8 +13,6 @@ OLDEST = 8
 
 
 class Gpu(NamedTuple):
-    """CUDA's current GPU."""
-
     name: str
     capability: str
     """Compute capability, such as `9.0`."""
@@ -43,7 +41,6 @@ def require_gpu(key: str, fix: str) -> Gpu:
 
 
 def gpu_identity() -> dict[str, object]:
-    """Return the description of the current GPU for an evaluation's key."""
     gpu = require_gpu("device=cuda", "choose device=cpu")
     return {"device": "cuda", "gpu": gpu.name, "compute_capability": gpu.capability}
 
@@ -60,10 +57,7 @@ def reference_device(device: str, weight_bytes: int) -> str:
 
 
 def resolve_device(device: str) -> str:
-    """Return `cpu` or `cuda` for `backend.device`; `auto` means cuda if torch finds a GPU.
-
-    Raises MissingRequirement if the GPU is missing or unusable.
-    """
+    """Return `cpu` or `cuda` for `backend.device`. Raises MissingRequirement if the GPU is missing or unusable."""
     if device == "cpu" or (device == "auto" and find_gpu() is None):
         return "cpu"
     key, fix = f"backend.device={device}", "set backend.device=cpu"

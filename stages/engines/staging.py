@@ -19,7 +19,6 @@ ALIGNMENT = 256
 """Alignment of every tensor in a buffer, in bytes. TensorRT requires it, and kernels load wide words."""
 
 Section = tuple[torch.dtype, tuple[int, ...]]
-"""Type and shape of a tensor."""
 
 
 def allocate_aligned(size: int, device: torch.device) -> Tensor:
@@ -45,7 +44,6 @@ class StagedInputs:
     """Host arrays, and device tensors to which `upload` copies them. Their addresses never change."""
 
     def __init__(self, sections: Mapping[str, Section], device: torch.device) -> None:
-        """Allocate zeros for the `sections` by name."""
         parts, size = {}, 0
         for name, (dtype, shape) in sections.items():
             parts[name] = slice(size, size + math.prod(shape) * dtype.itemsize)
@@ -59,10 +57,7 @@ class StagedInputs:
             self.arrays[name] = self._pinned[parts[name]].view(dtype).view(shape).numpy()
 
     def upload(self) -> None:
-        """Copy the arrays to the device, on the current stream, without waiting.
-
-        Do not fill the arrays again before the copy has ended: read the step's results first.
-        """
+        """Copy the arrays to the device, without waiting. Read the step's results before filling the arrays again."""
         self._memory.copy_(self._pinned, non_blocking=True)
 
 

@@ -95,7 +95,6 @@ class KernelCache(SequencePages):
         self._enlarge(self.buffers, 0)
 
     def widen_page_table(self, handles: Sequence[int]) -> None:
-        """Widen the page table, if necessary, to fit the pages of the longest sequence."""
         needed = max(len(self.sequences[handle].pages) for handle in handles)
         if needed > self.columns:
             self.columns = 1 << (needed - 1).bit_length()
@@ -165,10 +164,7 @@ class KernelCache(SequencePages):
                     yield from layers
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
-        """Double the number of pages or exact buffers if memory allows it, else grow to `needed`.
-
-        All new tensors are allocated before an old one is replaced, so a failed growth changes nothing.
-        """
+        """Double the number of pages or exact buffers if memory allows it, else grow to `needed`; a failure changes nothing."""
         kind: Literal["paged", "exact"] = "paged" if allocator is self.pages else "exact"
         for capacity in sorted({max(needed, 2 * allocator.capacity), needed}, reverse=True):
             try:

@@ -49,10 +49,7 @@ class KernelEngine(Engine):
     def __init__(
         self, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> None:
-        """Run transformers' causal language model in float32 or bfloat16.
-
-        The model is on a GPU, or on a CPU if Triton interprets its kernels in this process (TRITON_INTERPRET=1).
-        """
+        """Run transformers' causal language model (float32 or bfloat16) on a GPU, or on a CPU if TRITON_INTERPRET=1."""
         shape = shape_for(model, policy)
         super().__init__(policy, shape, int(model.config.vocab_size))
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)
@@ -82,11 +79,7 @@ class KernelEngine(Engine):
 
     @torch.inference_mode()
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Run one pass: one token of every decoding sequence, and the next chunks of joining prompts.
-
-        A decoding sequence never waits until a long prompt is prefilled. A pass has at most PREFILL_PASS_TOKENS tokens, so the
-        chunks of some prompts may wait for the next pass. If no prompt joins, run a decode step as a CUDA graph.
-        """
+        """Run one token of every decoding sequence and the next chunks of joining prompts: at most PREFILL_PASS_TOKENS."""
         running = [request.sequence for request in live if request.stored >= request.prompt_tokens]
         if len(running) == len(live):
             return super()._advance(live)
@@ -95,7 +88,6 @@ class KernelEngine(Engine):
         return self._run_pass(live)
 
     def _start(self, continuations: Sequence[Continuation]) -> None:
-        """Start the sequences of continuations and reserve pages for their prompts."""
         for request in continuations:
             request.sequence = self.cache.start()
             self.cache.reserve([request.sequence], len(request.tokens))
@@ -131,7 +123,6 @@ class KernelEngine(Engine):
         return self.cache.memory()
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        """Return a sequence's stored codes by layer, with the static scales that attention uses."""
         return [self.cache.stored(sequence, layer) for layer in range(self.shape.layers)]
 
     def corrupt_key_scale(self, factor: float) -> None:

@@ -32,8 +32,7 @@ WARM_UP = 2
 class DecodePass:
     """A decode step of at most `batch` sequences, which is captured as one CUDA graph on a GPU.
 
-    The step runs the model, checks that new keys and values are finite, and appends them. The host fills one buffer before the
-    step and waits once for the results afterwards. All buffers have fixed addresses.
+    The host fills one buffer before the step and waits once for the results afterwards. All buffers have fixed addresses.
 
     Queries, keys and values enter the kernels in the model's type. float32 is not rounded to float16: the kernels split a
     float32 query into two float16 terms, which keep 22 of its 24 bits, and return float32. Only the rounding of softmax weights
@@ -150,7 +149,6 @@ class PrefillPass:
     """
 
     def __init__(self, model: Any, cache: KernelCache, shape: KVShape, chunks: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Prepare a pass over `chunks`: (handle, next tokens). Pages for the tokens must be reserved."""
         self.model, self.cache, self.chunks = model, cache, chunks
         sequences = [cache.sequences[handle] for handle, _ in chunks]
         batch, tokens = len(chunks), sum(len(chunk) for _, chunk in chunks)
@@ -230,9 +228,7 @@ class PrefillPass:
 def _append_rows(row: PagedSequence, tokens: int, recent_tokens: int) -> tuple[Indices, Indices, Indices]:
     """Return positions, pages and row slots of a sequence's next tokens, as the kernels' append expects them.
 
-    Several tokens of a chunk may map to the same slot of the ring of recent tokens, and the newest must win. So only the newest
-    `recent_tokens` tokens get the sequence's buffer as their row slot. Earlier tokens get -1 - buffer, which keeps only sinks
-    exactly.
+    A slot of the ring of recent tokens gets only its newest token. Earlier tokens get -1 - buffer, which keeps only sinks.
     """
     end = row.length + tokens
     positions = np.arange(row.length, end)
@@ -254,8 +250,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `step` is a keyword argument of the model's forward. transformers computes no mask, since no mask function is registered
-    under this name.
+    transformers computes no mask, since no mask function is registered under this name.
     """
     refuse_options(module, key.shape[1], options)
     return step.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]

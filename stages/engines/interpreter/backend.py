@@ -26,7 +26,6 @@ class InterpreterBackend(Backend[C], Generic[C]):
 
     program: ClassVar[Program]
     record: ClassVar[type[ServedBundle]] = ServedBundle
-    """Record type of `bundle.json`."""
     libraries: ClassVar[tuple[str, ...]] = ("numpy", "safetensors")
     running_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the configuration that do not change a bundle."""
@@ -48,10 +47,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
         return None
 
     def _check_checkpoint(self, job: Job, instead: str = "") -> None:
-        """Raise UserError if the model has sliding windows or attention features, or if the job's weights are not none.
-
-        `instead` is appended to the hint of the second message.
-        """
+        """Raise UserError for windows, attention features or quantized weights; `instead` is appended to the last hint."""
         refuse_other_attention(job.checkpoint, f"backend={self.config.name} was not tested with this")
         if job.weights != "none":
             raise UserError(
@@ -94,7 +90,6 @@ class InterpreterBackend(Backend[C], Generic[C]):
         progress("build", 1, 1)
 
     def warnings(self, info: CheckpointInfo) -> list[str]:  # noqa: ARG002
-        """Return warnings about a build, for the log."""
         return [] if self.interpreter.release_warning is None else [self.interpreter.release_warning]
 
     @abstractmethod

@@ -14,7 +14,6 @@ from stages.engines.interpreter.protocol import Resolved
 from stages.policies.policy import KVPolicy, KVShape
 
 CHECKPOINT = "checkpoint"
-"""Folder of the served checkpoint."""
 
 
 class ServedBundle(ModelRecord):
@@ -26,7 +25,6 @@ class ServedBundle(ModelRecord):
     head_dim: int
     vocab_size: int
     max_tokens: int
-    """Maximum tokens per sequence."""
     max_batch: int
     arguments: dict[str, Any]
     """Serving arguments under the library's own names."""

@@ -50,21 +50,17 @@ class Program:
     """A library that runs in another interpreter, and its worker script."""
 
     backend: str
-    """Name of the backend."""
     library: str
     """Title of the library, for example TensorRT-LLM."""
     script: Path
     """The worker's script. It can import the modules of its own folder."""
     hint: str
-    """How to install the library."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables to add for the worker, for example to forbid access to a hub."""
     checked_releases: tuple[str, ...] = ()
     """Releases, or their prefixes, whose sources the worker was checked against. Any other release causes a warning."""
     oldest_release: tuple[int, int] = (0, 0)
-    """Oldest supported release."""
     description: type[Description] = Description
-    """Record type of the worker's answer to `describe`."""
     package: str | None = None
     """Import name of the library. Folders of PYTHONPATH that contain the package are passed to the worker."""
     hidden_variables: tuple[str, ...] = ()
@@ -159,11 +155,7 @@ class Worker:
     """A process in another interpreter. It leads its own process group, so that killing the worker also kills its children."""
 
     def __init__(self, program: Program, python: str, **environment: str) -> None:
-        """Start the process.
-
-        Raises:
-            MissingRequirement: The interpreter cannot be started.
-        """
+        """Start the process. Raises MissingRequirement if the interpreter cannot be started."""
         self.program = program
         self._scratch = tempfile.TemporaryDirectory(prefix=f"kvgate-{self.program.backend}-")
         self.folder = Path(self._scratch.name)
@@ -268,10 +260,7 @@ class Worker:
         return lines[-1].strip()[:MAX_ERROR_CHARACTERS] if lines else ""
 
     def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
-        """Write the request and read one line of answer before the deadline.
-
-        Raises TimeoutError after the deadline, and BrokenPipeError or EOFError if the worker has exited.
-        """
+        """Write the request and read a line. Raises TimeoutError, or BrokenPipeError or EOFError if the worker has exited."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()

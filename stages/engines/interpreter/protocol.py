@@ -8,8 +8,6 @@ from stages.core.strict import StrictModel
 
 
 class Device(StrictModel):
-    """A GPU that is visible to a worker."""
-
     name: str
     compute_cap: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     """For example `8.9`."""

@@ -62,7 +62,6 @@ class _Sequence:
     """Logits: row r follows `decoded` and `ahead[:r]`."""
 
     def has_logits_after(self, token: int) -> bool:
-        """Return whether the logits after `token` are known."""
         return len(self.rows) > 1 and self.ahead[0] == token
 
 
@@ -75,13 +74,11 @@ class RequestEngine(Engine, Generic[B, C]):
 
     program: ClassVar[Program]
     record: type[B]
-    """Record type of `bundle.json`."""
     max_tokens: int
     max_batch: int
     _running: ClassVar["weakref.ref[RequestEngine[Any, Any]] | None"] = None
 
     def __init__(self, bundle: Path, config: C) -> None:
-        """Open a bundle; the worker starts with the first request."""
         self._record, policy, self._scales = open_bundle(bundle, self.record, config.name)
         self._interpreter = inspect_interpreter(self.program, config.python)
         self._check_machine(bundle)
@@ -102,7 +99,6 @@ class RequestEngine(Engine, Generic[B, C]):
         """Start a worker and load the model in it with `_load_model`. Raises UserError if that fails."""
 
     def _load_model(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
-        """Start a worker that loads a model. If loading fails, stop the worker and raise UserError."""
         refusal = f"cannot load {model}"
         return open_model(self._interpreter, environment, refusal, model=str(model), **fields)
 
@@ -117,10 +113,6 @@ class RequestEngine(Engine, Generic[B, C]):
         return faulted
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the key scales that attention reads by `factor`, or the keys themselves if they have no scale.
-
-        The codes of a cache with scales stay correct. The fault applies to all later requests.
-        """
         self._multiply_fault(factor)
         self.close()
 
@@ -130,13 +122,11 @@ class RequestEngine(Engine, Generic[B, C]):
             self._fault = 1.0
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
-        """Raise UserError if a prompt of `prompt` tokens and `tokens` more tokens exceed the engine's maximum length."""
         if prompt + tokens > self.max_tokens:
             limit = f"backend.{self._config.length_key}={self.max_tokens}"
             raise UserError(f"{limit}: a prompt of {prompt} tokens with {tokens} more does not fit; raise it")
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """Prefill all prompts in one call to the worker; see `Engine.prefill`."""
         answers = self._run([WorkerRequest(list(prompt), [], 1, 0) for prompt in prompts])
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([np.zeros((0, self.vocab_size), np.float32), *(rows for _, rows in answers)])
@@ -154,10 +144,7 @@ class RequestEngine(Engine, Generic[B, C]):
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """Continue the prompts in groups; a group starts when the previous group has ended.
-
-        A prompt that joined a running group would need its own call to the worker.
-        """
+        """Continue the prompts in groups: a prompt that joined a running group would need its own call to the worker."""
         for begin in range(0, len(continuations), max_sequences):
             group = continuations[begin : begin + max_sequences]
             super()._answer(group, stop_tokens, max_sequences, partial(lambda before, count: on_end(before + count), begin))
@@ -260,7 +247,6 @@ class RequestEngine(Engine, Generic[B, C]):
             raise
 
     def _replace_running(self) -> Worker:
-        """Stop the worker of the running engine, and start the worker of this engine."""
         running = RequestEngine._running() if RequestEngine._running is not None else None
         if running is not None:
             running.close()
@@ -297,7 +283,6 @@ class InspectableEngine(RequestEngine[B, C]):
         return layers
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Compute forced decode of requests in flight together, and record their cached copies for `stored_request`."""
         self._copies = []
         for tokens, first in requests:
             self._check_forced(tokens, first)
@@ -309,15 +294,11 @@ class InspectableEngine(RequestEngine[B, C]):
             return [self._rows(answer) for answer in answers]
 
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return the cached copies of a request of the last `forced_together`; empty if the cache's layout is unknown."""
         return self._copies[number]
 
 
 def open_model(interpreter: Interpreter, environment: Mapping[str, str], refusal: str, **fields: object) -> Worker:
-    """Start a worker that loads a model.
-
-    If loading fails, stop the worker and raise a UserError that begins with `refusal`.
-    """
+    """Start a worker that loads a model. If that fails, stop it and raise a UserError that begins with `refusal`."""
     worker = Worker(interpreter.program, interpreter.python, **environment)
     try:
         worker.call("open", EmptyAnswer, **fields)

@@ -19,9 +19,7 @@ from stages.policies.policy import KVPolicy, Side
 from stages.policies.table import CODES
 
 CHECKED_RELEASE = "0.3.36"
-"""The release of llama-cpp-python that the worker was checked against."""
 GGUF = "model.gguf"
-"""Name of the model in a bundle."""
 MIN_ROTATED = 64
 """llama.cpp rotates only if head_dim is a multiple of this number of channels. Values are rotated in blocks of this size."""
 
@@ -134,7 +132,6 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
     measures_rounding = True
 
     def check_inputs(self, job: Job) -> None:
-        """Check that llama.cpp's cache supports the policy, the model is a GGUF, and the interpreter exists."""
         if not job.builds:
             return
         types = cache_types(job.policy, job.checkpoint.shape.head_dim)
@@ -159,7 +156,6 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
         return Source(super().source(artifacts, policy).path, artifacts.digest_of(self.gguf))
 
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
-        """Write the GGUF and the command, and check that the release loads the GGUF."""
         link_or_copy(self.gguf, out / GGUF)
         types = cache_types(policy, info.shape.head_dim)
         context: dict[str, Any] = {

@@ -19,8 +19,6 @@ from stages.policies.policy import Side
 
 
 class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
-    """An engine that sends requests to llama.cpp and reads the cache from its saved state."""
-
     program = PROGRAM
     record = LlamaCppBundle
     reads_itself = True
@@ -32,7 +30,6 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
         self.prefill_chunk = int(self._record.arguments["n_batch"])
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply stored keys by `factor` in all later requests: their scales, or the numbers if the type has no scale."""
         self._multiply_fault(factor)
 
     def _open(self) -> Worker:

@@ -31,15 +31,7 @@ Dims = list[int | str]
 
 
 def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: KVScales, mode: Mode) -> None:
-    """Turn the skeleton into the prefill or the decode graph, in place.
-
-    Args:
-        model: The skeleton, decoder.onnx of export_decoder.
-        info: The skeleton's model.json.
-        policy: Storage of the cache.
-        static: The policy's static scales.
-        mode: Which graph to build.
-    """
+    """Turn the skeleton, decoder.onnx of export_decoder, into the prefill or the decode graph, in place."""
     graph = model.graph
     skeleton = [node for node in graph.node if (node.domain, node.op_type) == (ONNX_DOMAIN, SKELETON_NODE)]
     nodes = {helper.get_node_attr_value(node, "layer"): node for node in skeleton}
@@ -123,10 +115,7 @@ def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, sourc
 
 
 def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], length: int | str) -> None:
-    """Append the output NOT_FINITE for the new keys and values `sources`.
-
-    The output is the sum of 0 * x over channels, which is NaN unless x is finite.
-    """
+    """Append the output NOT_FINITE for the new keys and values `sources`: the sum of 0 * x, which is NaN unless x is finite."""
     compute = cache_arithmetic(info.compute_dtype)
     dtype = NUMPY_FLOATS[compute]
     graph.node.append(helper.make_node("Concat", sources, ["new_states"], axis=1))
@@ -140,17 +129,9 @@ def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], l
 
 
 def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write an engine bundle.
+    """Write an engine bundle of `decoder`, a directory of export_decoder, to the empty directory `out`.
 
-    Args:
-        decoder: The directory that export_decoder wrote.
-        out: An empty directory.
-        policy: Storage of the cache.
-        scales: The policy's static scales, a kv_scales.json.
-        progress: Called with the number of finished graphs.
-
-    Raises:
-        UserError: The policy does not fit the model, or the scales do not fit the policy.
+    `scales` is a kv_scales.json. Raises UserError if the policy does not fit the model, or the scales do not fit the policy.
     """
     info = read_record(decoder / "model.json", ModelInfo)
     policy.check_shape(info.shape)

@@ -36,14 +36,7 @@ class GraphSession:
     """Runs a graph on numpy arrays, which are bound by address."""
 
     def __init__(self, path: Path, threads: int, *, model: onnx.ModelProto | None = None, library: Path | None = None) -> None:
-        """Load a graph.
-
-        Args:
-            path: File of the graph.
-            threads: Threads of ONNX Runtime.
-            model: Graph to run instead of the file; its weights are in the file's folder.
-            library: Library of the graph's custom operators.
-        """
+        """Load a graph file, or `model` with its weights in the file's folder; `library` has its custom operators."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = ORT_ERROR_SEVERITY
@@ -79,7 +72,6 @@ class GraphSession:
         self._binding.bind_input(name, "cpu", 0, self._types[name], array.shape, array.ctypes.data)
 
     def put(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Copy values into the array of an input."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != values.shape:
             buffer = self._buffers[name] = np.empty_like(values)
@@ -95,7 +87,6 @@ class GraphSession:
         return buffer
 
     def run(self) -> None:
-        """Run the graph on the bound arrays."""
         self._session.run_with_iobinding(self._binding, self._shrinking if self.shrinks else None)
 
 
@@ -116,8 +107,6 @@ def load_engine(
     """Load a bundle that build_bundle wrote.
 
     Args:
-        bundle: The bundle's directory.
-        threads: Threads of ONNX Runtime.
         attention: Implementation of attention over the cache. `native`: the compiled kernel, in the layers that it supports.
             `graph`: the operators of the ONNX graph. `auto`: native if this machine has a C compiler and a supported CPU.
         max_pages: Maximum pages of the pool, which grows on demand.
@@ -126,10 +115,6 @@ def load_engine(
     Raises:
         UserError: A file is missing or was changed, the graphs are in bfloat16, or a number is below 1.
         MissingRequirement: attention=native, but there is no C compiler or the compiler refuses the kernel.
-
-    Example:
-        >>> engine = load_engine(Path("bundle"), threads=2)  # doctest: +SKIP
-        >>> engine.generate([[1, 2, 3]], max_new_tokens=8, stop_tokens=())  # doctest: +SKIP
     """
     check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
     described, policy, scales = open_bundle(bundle, Bundle, BACKEND)
@@ -142,7 +127,6 @@ def load_engine(
 def _sessions(
     directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool
 ) -> tuple[dict[Mode, GraphSession], str]:
-    """Return the sessions of the prefill and decode graphs, and a description of their attention."""
     info = bundle.model
     paths: dict[Mode, Path] = {"prefill": directory / "prefill.onnx", "decode": directory / "decode.onnx"}
     native_layers = info.layers - len(refusals(info, policy)) if native else 0
@@ -162,7 +146,6 @@ def _sessions(
 
 
 def _differ_only_in_shapes(model: onnx.ModelProto, other: onnx.ModelProto) -> bool:
-    """Return whether two models differ at most in their declared shapes."""
     return (
         list(model.graph.node) == list(other.graph.node)
         and list(model.graph.initializer) == list(other.graph.initializer)

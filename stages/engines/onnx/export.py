@@ -30,21 +30,13 @@ _ATTENTION = "kvgate_skeleton"
 
 
 def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, progress: Progress) -> None:
-    """Write `decoder.onnx`, `weights.bin`, `model.json` and the tokenizer's files.
+    """Write `decoder.onnx`, `weights.bin`, `model.json` and the tokenizer's files to the empty directory `out`.
 
     Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of every sequence's row `last`.
     Every layer has a node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D). A fourth input holds
     the learned sinks (Hq,), if the model has sinks. Attributes: `layer`, `scaling`, `window` (number of latest tokens that the
-    layer attends to, 0 for all) and `softcap` (0 for none).
-
-    Args:
-        checkpoint: A Hugging Face checkpoint.
-        out: An empty directory.
-        compute_dtype: Type of weights and activations. `weights.bin` may store the weights in fewer bits.
-        progress: Called with the current step.
-
-    Raises:
-        UserError: inspect_checkpoint refuses the checkpoint.
+    layer attends to, 0 for all) and `softcap` (0 for none). `weights.bin` may store the weights in fewer bits than
+    `compute_dtype`. Raises UserError if inspect_checkpoint refuses the checkpoint.
     """
     info = inspect_checkpoint(checkpoint)
     _translate(checkpoint, out / "decoder.onnx", compute_dtype, progress)
@@ -98,7 +90,6 @@ class _Decoder(torch.nn.Module):
 
 
 def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progress: Progress) -> None:
-    """Write a checkpoint's decoder as ONNX, with the weights in a second file."""
     progress("loading the checkpoint", 0, 1)
     model = load_causal_lm(checkpoint, dtype=getattr(torch, compute_dtype))
     model.eval()
@@ -129,7 +120,6 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
 
 
 def _write_graph(out: Path) -> onnx.GraphProto:
-    """Move the weights of `decoder.onnx` to `weights.bin`, and return the graph."""
     graph = out / "decoder.onnx"
     model = onnx.load(graph, load_external_data=False)
     store_weights(model.graph, out / "decoder.onnx.data", out)

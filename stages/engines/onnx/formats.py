@@ -24,16 +24,12 @@ SPECIAL_FORMATS: dict[str, Graph] = {graph.spec.name: graph for graph in (NVFP4,
 
 @dataclass(frozen=True)
 class SideCodec(StoredSide):
-    """The nodes of one side of one layer."""
-
     @property
     def graph(self) -> Graph:
-        """The format's arithmetic."""
         return SPECIAL_FORMATS.get(self.form.code.name) or KINDS[self.form.code.kind](self.form.code)
 
     @property
     def options(self) -> GraphOptions:
-        """Parameters of the side for the format's arithmetic."""
         form, names = self.form, (f"{self.side}_scale", f"{self.side}_zero")
         return GraphOptions(self.head_dim, self.groups, form.symmetric, form.static, *names)
 

@@ -44,7 +44,6 @@ class AttentionSpec:
 
     @property
     def window(self) -> int | None:
-        """The layer's sliding window; see KVShape."""
         return self.info.shape.window(self.layer)
 
     @property
@@ -54,7 +53,6 @@ class AttentionSpec:
 
     @property
     def sides(self) -> dict[Side, SideCodec]:
-        """Stored copies of the layer's keys and values."""
         return SideCodec.of_layer(self.policy, self.info.shape, self.layer)
 
     @property
@@ -134,10 +132,7 @@ def quantize_name(side: Side) -> str:
 
 
 def _regions(body: Body, spec: AttentionSpec, side: Side) -> list[tuple[SideCodec, str]]:
-    """Return (codec, blocks) of each copy that attention reads, oldest pages first.
-
-    Blocks are indices of (page, head), int32 (B, H, pages).
-    """
+    """Return (codec, blocks) of each copy that attention reads, oldest first; blocks: (page, head), int32 (B, H, pages)."""
     base, window = spec.sides[side], spec.sides.get(side.window)
     if spec.policy.window is None:
         return [(base, _page_index(body, "page_table", base.kv_heads))]
@@ -228,7 +223,6 @@ def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:
 
 
 def _mask_before(body: Body, mask: str, positions: str, low: str | None) -> str:
-    """Remove the positions before `low` from a mask."""
     return mask if low is None else body.op("And", mask, body.op("GreaterOrEqual", positions, low))
 
 
@@ -253,7 +247,6 @@ def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, masked: str) 
 
 
 def _softcap(body: Body, spec: AttentionSpec, scores: str) -> str:
-    """Apply the model's softcap, if any, to scores."""
     if spec.info.softcap is None:
         return scores
     cap = body.real(spec.info.softcap)
@@ -285,7 +278,6 @@ def _steps(body: Body, count: str) -> str:
 
 
 def _per_sequence(body: Body, name: str) -> str:
-    """Reshape an input (B,) to (B, 1, 1, 1) to broadcast against scores."""
     return body.reshape(name, -1, 1, 1, 1)
 
 

@@ -23,7 +23,6 @@ from stages.policies.table import FP16
 NATIVE_DOMAIN = "kvgate.native"
 
 OPERATORS = {"float32": "PagedAttention", "float16": "PagedAttentionHalf"}
-"""The kernel's operators by compute dtype."""
 
 LANES = 16
 """Channels of a vector. head_dim must be a multiple of LANES times the number of codes per byte."""
@@ -41,12 +40,6 @@ def refusals(info: ModelInfo, policy: KVPolicy) -> dict[int, str]:
 
 def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode) -> None:
     """Replace attention by the kernel's operator in every layer that the kernel supports, in place.
-
-    Args:
-        model: The prefill or decode graph of a bundle.
-        info: The bundle's model.
-        policy: The bundle's policy.
-        mode: Mode of the graph.
 
     Raises UserError if the graph does not match the model and policy.
     """
@@ -75,7 +68,6 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
 
 
 def _refusal(spec: AttentionSpec) -> str | None:
-    """Return the reason why the kernel does not support a layer; None if it does."""
     for side, codec in spec.sides.items():
         form = codec.form
         if form.code.native[not form.symmetric] is None:

@@ -52,7 +52,6 @@ class Copies:
     """Number of the sequence's first tokens that `tokens` starts with."""
 
     def part(self, low: int, high: int) -> Tensor:
-        """Return the tokens of positions low to high - 1."""
         offset = 0 if low < self.sinks else self.begin - self.sinks
         return self.tokens[:, low - offset : high - offset]
 
@@ -65,7 +64,6 @@ class Sources(NamedTuple):
     window: Copies | None
     recent: Copies | None
     chunk: Copies
-    """The tokens of the row's own chunk."""
 
 
 EVICTED = "evicted"
@@ -176,7 +174,6 @@ class ConcatenatedViews:
     lengths: Sequence[int]
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
-        """Return every sequence's attention to its own tokens; shapes as in `View`."""
         parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
         return torch.cat([view.attend(layer, *part, options) for view, *part in parts], dim=-2)
 
@@ -225,12 +222,10 @@ class FiniteCheck:
         """Results (2, S) by layer: keys, then values."""
 
     def record(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Record whether a layer's new keys and values (H, S, D) are finite."""
         self._layers.append(layer)
         self._fits.append(torch.stack([torch.isfinite(x.half()).all(-1).all(0) for x in (key, value)]))
 
     def check(self) -> None:
-        """Raise UserError for the first key or value that is NaN or not finite as a float16."""
         misfits = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
         if misfits:
             index, side, row = misfits[0]
@@ -380,7 +375,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `views` (one per row of the batch) and `prepare` are keyword arguments of the model's forward.
+    `views` has one view per row of the batch.
     """
     if prepare is not None:
         query, key = prepare(int(module.layer_idx), query, key)  # type: ignore[arg-type]

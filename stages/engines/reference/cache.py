@@ -29,11 +29,9 @@ class Storage:
     """The must-fail control's factor on all numbers that are read."""
 
     def write(self, x: Tensor) -> Stored:
-        """Quantize x (H, S, D)."""
         return quantize(x, self.form, self.static)
 
     def read(self, stored: Stored) -> Tensor:
-        """Dequantize, and multiply by the gain."""
         return dequantize(stored, self.form, self.static) * self.gain
 
 
@@ -61,7 +59,6 @@ class StoredTokens:
         self.held: Stored | None = None
 
     def append(self, x: Tensor) -> None:
-        """Quantize and store x (H, S, D)."""
         new = self.storage.write(x)
         self.held = new if self.held is None else each(concatenate_tokens, [self.held, new])
         self.length += x.shape[1]
@@ -75,7 +72,6 @@ class StoredTokens:
         self.freed = freed
 
     def read(self) -> Copies | None:
-        """Return all tokens, dequantized; None if there are no tokens."""
         if self.held is None:
             return None
         sinks = self.sinks if self.freed else 0
@@ -115,7 +111,6 @@ class StoredTokens:
 
 
 def page_bytes(stored: Stored, pages: int) -> int:
-    """Return the bytes of `pages` pages of tokens in the format of `stored`."""
     return sum(pages * PAGE_TOKENS * tensor[:, :1].nbytes for tensor in stored.tensors)
 
 
@@ -131,7 +126,6 @@ class ExactTokens:
         """Ordered by position: the latest token comes last."""
 
     def append(self, x: Tensor) -> None:
-        """Store x (H, S, D)."""
         fill = self.sinks[:, self.length : self.length + x.shape[1]]
         fill.copy_(x[:, : fill.shape[1]])
         joined = torch.cat([self.recent, x.half()], dim=1)
@@ -139,7 +133,6 @@ class ExactTokens:
         self.length += x.shape[1]
 
     def read(self) -> tuple[Copies, Copies]:
-        """Return the sinks and the recent tokens."""
         count = min(self.length, self.recent.shape[1])
         recent = self.recent[:, self.recent.shape[1] - count :]
         return Copies(self.sinks[:, : self.length].float()), Copies(recent.float(), self.length - count)

@@ -27,7 +27,6 @@ SPECIAL_FORMATS: dict[str, Arithmetic] = {
 
 
 def arithmetic(code: Spec) -> Arithmetic:
-    """Return the arithmetic of a format."""
     return SPECIAL_FORMATS.get(code.name) or KINDS[code.kind](code)
 
 

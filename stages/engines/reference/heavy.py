@@ -44,7 +44,6 @@ class HeavyCache:
 
     @classmethod
     def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device = CPU) -> "HeavyCache":
-        """Return an empty cache."""
         assert policy.eviction is not None
         none = torch.zeros(shape.kv_heads, 0, device=device)
         return cls(policy.eviction, storages, 0, none.long(), none, {})
@@ -128,7 +127,6 @@ class HeavyView:
     """
 
     def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> None:
-        """Create a view of the tokens in consecutive `spans`, which follow the cached tokens."""
         self.caches = caches
         self.first_row = spans[0].begin
         self.finite = FiniteCheck(sequence, self.first_row)
@@ -137,7 +135,6 @@ class HeavyView:
         self.after: list[HeavyCache] = []
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
-        """Return the attention of scaled queries q (H, G, S, D) with their own keys and values (H, S, D)."""
         assert options.window is None, "eviction is refused for models with sliding windows"
         self.finite.record(layer, key, value)
         cache, outs = self.caches[layer], []
@@ -156,7 +153,6 @@ class HeavyView:
 
 
 def _chunks(span: Span) -> list[range]:
-    """Return the rows of a span that are appended together."""
     if span.start is not None:
         return [range(span.begin, span.end)]
     return [range(row, row + 1) for row in range(span.begin, span.end)]

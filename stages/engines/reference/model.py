@@ -27,10 +27,7 @@ def shape_for(model: Any, policy: KVPolicy) -> KVShape:
 
 
 def scales_for(policy: KVPolicy, shape: KVShape, scales: KVScales | None) -> KVScales:
-    """Return the static scales of a policy; `scales` may be None if no side of the policy is static.
-
-    Raises UserError if the scales do not fit the policy and the shape.
-    """
+    """Return a policy's static scales; `scales` may be None if no side is static. Raises UserError if they do not fit."""
     if scales is None:
         scales = KVScales(layers=tuple({} for _ in range(shape.layers)))
     scales.check(policy, shape, "scales")
@@ -60,17 +57,9 @@ class _FixedResult(torch.nn.Module):
 
 
 def hidden_states(model: Any, attention: str, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
-    """Run the model's layers.
+    """Run the model's layers: token ids and positions (B, S) -> the last layer's normalized hidden states (B, S, hidden).
 
-    Args:
-        model: transformers' causal language model.
-        attention: Name of an attention function that is registered with transformers' AttentionInterface.
-        ids: Token ids (B, S).
-        positions: Positions of the tokens (B, S).
-        options: Keyword arguments for the attention function.
-
-    Returns:
-        The last layer's normalized hidden states, (B, S, hidden).
+    `attention` is a name in transformers' AttentionInterface; `options` are keyword arguments for that function.
     """
     config = model.config
     configured = config._attn_implementation

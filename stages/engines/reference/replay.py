@@ -47,7 +47,6 @@ class Errors:
     """Errors (H, n) of the vectors that the reference engine stores in the disturbed row."""
 
     def cpu(self) -> "Errors":
-        """Return a copy in host memory."""
         return Errors(self.first, self.engine.cpu(), self.disturbed.cpu())
 
 
@@ -63,7 +62,6 @@ class Replay:
     """Errors by layer, for the copies that the engine returned."""
 
     def tail(self, rows: int) -> "Replay":
-        """Return a replay with only the last `rows` rows of logits."""
         logits = self.logits[-rows:]
         return replace(self, logits=logits, disturbed=self.disturbed[-rows:] if self.measured else logits)
 
@@ -93,9 +91,6 @@ class OnePassView(BlockView):
         """Prepare a row.
 
         Args:
-            policy: The policy.
-            storages: The reference engine's storages by layer.
-            blocks: The plan of the row's attention.
             shown: The other engine's stored copies by layer; empty if the row reads its own codes.
             undisturbed: The sequence's undisturbed row; None if this row is the undisturbed one.
             finite: Check that keys and values are finite; None skips it.
@@ -133,10 +128,7 @@ class OnePassView(BlockView):
         return sources
 
     def _replace_codes(self, layer: int, side: Side, copies: Copies, x: Tensor, copy: StoredCopy) -> Copies:
-        """Record this row's errors; return the reference engine's copy with all kept tokens taken from the other engine.
-
-        The undisturbed row records errors of the engine's copy, the disturbed row errors of the reference engine's copy.
-        """
+        """Record errors of the engine's or, in the disturbed row, of its own copy; return the copy with the engine's codes."""
         stored = read_copy(copy, self.storages[layer][side], x.device)
         part = slice(copy.first, min(copies.tokens.shape[1], copy.first + stored.shape[1]))
         lost = torch.zeros(part.stop - part.start, dtype=torch.bool, device=x.device)

@@ -15,7 +15,6 @@ from stages.engines.sglang.config import SglangConfig
 from stages.policies.policy import KVPolicy
 
 CHECKED_RELEASE = "0.5.23"
-"""The release that the worker was checked against."""
 PROGRAM = Program(
     "sglang",
     "SGLang",
@@ -53,7 +52,6 @@ class SglangBackend(InterpreterBackend[SglangConfig]):
     program = PROGRAM
 
     def check_inputs(self, job: Job) -> None:
-        """Check that SGLang's cache supports the policy, and that the interpreter and the GPU exist."""
         if not job.builds:
             return
         cache_dtype(job.policy, self.config)

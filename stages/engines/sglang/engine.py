@@ -27,10 +27,7 @@ processor would see each token one step late."""
 
 
 class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
-    """An engine that sends requests to SGLang.
-
-    Its cache has no scales, so the must-fail control loads a checkpoint that computes wrong keys.
-    """
+    """An engine of SGLang, whose cache has no scales: the must-fail control loads a checkpoint that computes wrong keys."""
 
     program = PROGRAM
     record = ServedBundle
@@ -60,15 +57,8 @@ class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
 def write_faulted(checkpoint: Path, out: Path, factor: float, key_rows: int) -> None:
     """Write a copy of a checkpoint to the new directory `out` that computes keys multiplied by `factor`.
 
-    Args:
-        checkpoint: Directory of the checkpoint.
-        out: The new directory.
-        factor: The factor of the keys.
-        key_rows: Number of rows of a layer's key projection. A fused projection ends with this number of rows for the keys,
-            followed by this number of rows for the values.
-
-    Raises:
-        RuntimeError: No parameter of the checkpoint is known to scale keys.
+    A layer's key projection has `key_rows` rows. A fused projection ends with `key_rows` rows for the keys, then `key_rows` for
+    the values. Raises RuntimeError if no parameter of the checkpoint is known to scale keys.
     """
     from safetensors.torch import load_file, save_file
 

@@ -41,7 +41,6 @@ class PlanBackend(Backend[C], Generic[C]):
         return ROUNDING[self.config.compute_dtype]
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the policy's ONNX bundle, which contains the graphs."""
         config = OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
         bundle = artifacts.bundle(policy, config)
         return Source(bundle.path, bundle.digest)
@@ -51,7 +50,6 @@ class PlanBackend(Backend[C], Generic[C]):
         return {"library": self.library, "versions": {self.library: load(self.library).version}}
 
     def run_libraries(self) -> tuple[str, ...]:
-        """Return torch, which allocates the pool and captures CUDA graphs."""
         return ("torch",)
 
     def load(self, bundle: Path) -> Engine:
@@ -82,7 +80,6 @@ class RTXBackend(PlanBackend[TensorRTRTXConfig]):
 
     @property
     def targets(self) -> list[int]:
-        """Sorted compute capabilities without duplicates."""
         return sorted(set(self.config.compute_capabilities))
 
     def check_inputs(self, job: Job) -> None:
@@ -115,10 +112,6 @@ class TensorRTBackend(PlanBackend[TensorRTConfig]):
     library = "tensorrt"
 
     def check_inputs(self, job: Job) -> None:
-        """Check that plans support the policy and the sizes, and that this machine can build them.
-
-        A build needs the library, a GPU, a CUDA build of torch and, if a plan needs the plugin, Triton.
-        """
         refuse_caches(job)
         if not job.builds:
             return

@@ -47,8 +47,6 @@ class GraphRefusal(Exception):
 
 @dataclass(frozen=True)
 class Parsed:
-    """A graph, parsed by TensorRT."""
-
     library: Library
     builder: Any
     network: Any
@@ -151,7 +149,6 @@ def build_bundle(
     gpu: Mapping[str, str] | None = None,
     adapt: GraphAdapter | None = None,
 ) -> None:
-    """Write a bundle of plans."""
     trt = load(library)
     described, built, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
     assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"
@@ -195,7 +192,6 @@ def build_bundle(
 
 
 def _without_weights(graph: Path, out: Path) -> list[Weight]:
-    """Write a copy of a graph in which the weights are inputs; return the weights."""
     model = onnx.load(graph, load_external_data=False)
     weights = weights_to_inputs(model)
     onnx.save(model, out)

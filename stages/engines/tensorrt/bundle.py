@@ -29,7 +29,6 @@ PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 
 
 TORCH_TYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
-"""ONNX's type name -> torch's type."""
 
 
 class Weight(StrictModel):
@@ -43,7 +42,6 @@ class Weight(StrictModel):
     """ONNX's name of the input's type."""
     shape: list[int]
     offset: int
-    """Offset in the file, in bytes."""
 
 
 class GraphTensor(StrictModel):
@@ -70,7 +68,6 @@ class PlanRecord(Bundle):
     outputs: dict[str, list[GraphTensor]]
 
     def limits(self, policy: KVPolicy) -> PlanLimits:
-        """Return the sizes that the plans were built for."""
         return PlanLimits(policy, self.max_batch, self.max_tokens)
 
 
@@ -100,7 +97,6 @@ def weights_to_inputs(model: onnx.ModelProto) -> list[Weight]:
 
 
 def load_weights(bundle: Path, weights: Sequence[Weight], device: torch.device) -> Mapping[str, torch.Tensor]:
-    """Return a bundle's weights on a device, by input name."""
     path = bundle / WEIGHTS_FILE
     data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     loaded = {}

@@ -28,7 +28,6 @@ from stages.policies.scales import KVScales
 
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool = True) -> "PlanEngine":
-    """Load a bundle that build_bundle wrote."""
     described, policy, scales = open_bundle(bundle, PlanRecord, library)
     trt = load(library)
     check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))
@@ -42,10 +41,7 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool = True) -> "Pl
 
 
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
-    """Return the library and the GPU of this machine.
-
-    Raises MissingRequirement if the GPU, its driver or a CUDA build of torch is missing.
-    """
+    """Return the library and the GPU of this machine. Raises MissingRequirement if torch cannot use a GPU."""
     capabilities = " or ".join(built.compute_capabilities)
     needs = f"{library.title} {built.version} and a GPU of compute capability (SM) {capabilities}"
     gpu = require_gpu(f"backend={library.name}", f"run the plans on a machine with {needs}")
@@ -143,7 +139,6 @@ class PlanEngine(PagedEngine):
         return logits[:batch].astype(np.float32)  # a copy, because the next step overwrites the results
 
     def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
-        """Return dimension -> the size that a run is padded to."""
         limits = self._limits
         return {
             "B": bucket(batch, limits.max_batch),

@@ -45,7 +45,6 @@ class Library:
         return str(self.trt.__version__)
 
     def take_errors(self) -> list[str]:
-        """Return the errors that were logged since the last call."""
         lines, self.log.lines[:] = list(self.log.lines), []
         return lines
 

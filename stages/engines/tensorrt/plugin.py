@@ -54,8 +54,7 @@ def insert_plugin(
 ) -> tuple[Mapping[Mode, Path], dict[int, str]]:
     """Put the plugin into the layers that the kernels support, and write the graphs without weights to `folder`.
 
-    Returns:
-        The new graphs, or `graphs` if the kernels support no layer; and layer -> reason for the unsupported layers.
+    Return the new graphs, or `graphs` if the kernels support no layer; and layer -> reason for the unsupported layers.
     """
     layers = choose_layers(limits.policy, info.shape, info.q_heads)
     native = {layer: str(refusal) for layer, refusal in layers.refusals.items()}
@@ -103,13 +102,10 @@ def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Plan
 def use_plugin(
     model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode, *, programs: int, sm: int
 ) -> KernelLayers:
-    """Replace the attention of every layer that the kernels support, in place.
+    """Replace the attention of every layer that the kernels support, in place; return the choice of layers.
 
     The plugin for chunks expects new tokens in the memory order of the decoder's linear layers (all heads of a token together),
     but the graph orders them by head. Transposes are inserted before the plugin; they cancel out with the decoder's own.
-
-    Returns:
-        The replaced layers, and the reasons why other layers were not replaced.
     """
     layers = choose_layers(policy, info.shape, info.q_heads)
     decode = mode == "decode"
@@ -154,7 +150,6 @@ def _attention(
 
 
 def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> None:
-    """Replace a node by `nodes`, and remove the function that it called."""
     position = list(model.graph.node).index(node)
     (body,) = (body for body in model.functions if (body.domain, body.name) == (node.domain, node.op_type))
     model.graph.node.remove(node)

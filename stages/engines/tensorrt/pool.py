@@ -72,7 +72,6 @@ class TorchPool(PagedPool):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The pool's arrays, typed as tensors."""
         return cast(dict[str, torch.Tensor], self.arrays)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -135,10 +134,7 @@ class TorchPool(PagedPool):
         return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
 
     def put_places(self, step: PlanStep, handles: Sequence[int], tokens: int) -> None:
-        """Set the places of every sequence's next `tokens` tokens.
-
-        A list is padded with its first place, so that the same value is written there again. An empty list is not used.
-        """
+        """Set the places of every sequence's next `tokens` tokens. A list's padding repeats its first place and value."""
         columns = step.inputs["input_ids"].shape[1]
         places, counts = self.places(handles, tokens), []
         for name, (allocator, i) in self._kinds.items():

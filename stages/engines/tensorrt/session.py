@@ -42,7 +42,6 @@ class CudaDevice:
 
     @property
     def stream(self) -> int:
-        """CUDA's handle of the stream."""
         handle: int = self._stream.cuda_stream
         return handle
 
@@ -107,7 +106,6 @@ class PlanStep:
             array[...] = pad(values, array.shape)
 
     def upload(self) -> None:
-        """Copy the inputs to the device, in one copy, without waiting."""
         self._staged.upload()
 
     def read(self) -> list[npt.NDArray[np.generic]]:
@@ -115,10 +113,7 @@ class PlanStep:
         return self._results.read()
 
     def run(self) -> None:
-        """Run once on the session's stream. The first run of a shape compiles and allocates.
-
-        The second run is captured as a CUDA graph if `PlanSession.captures` allows it.
-        """
+        """Run once. A shape's first run compiles and allocates; the second is captured if `PlanSession.captures` allows it."""
         if self.replay is None and self._runs and self._session.captures(self._context):
             self.replay = self._session.device.capture(self._enqueue)
         self._runs += 1
@@ -160,7 +155,6 @@ class PlanSession:
         """Kernels that TensorRT for RTX compiled for a context. Contexts of other shapes reuse them."""
 
     def step(self, **sizes: int) -> PlanStep:
-        """Return the step of a shape, given by the sizes of its named dimensions."""
         key = tuple(sorted(sizes.items()))
         if key not in self._steps:
             self._steps[key] = PlanStep(self, sizes)
@@ -172,7 +166,6 @@ class PlanSession:
             step.replay = None
 
     def context(self) -> Any:
-        """Return a new execution context that uses the shared activation memory."""
         trt = self.library.trt
         config = self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -196,7 +189,6 @@ class PlanSession:
         return self.captured
 
     def shape(self, tensor: GraphTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of an input or output for these sizes of the named dimensions."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
 
     def check(self, success: bool, action: str) -> None:

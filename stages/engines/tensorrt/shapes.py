@@ -45,7 +45,6 @@ class PlanLimits:
 
     @property
     def pages(self) -> int:
-        """Pages of the pool."""
         return self.max_batch * self.sequence_pages
 
     @property
@@ -56,7 +55,6 @@ class PlanLimits:
 
     @property
     def window_pages(self) -> int:
-        """Pages of the window's pool."""
         return self.max_batch * self.sequence_window_pages
 
     @property
@@ -126,5 +124,4 @@ def _positions(limits: PlanLimits) -> int:
 
 
 def _scores_of_chunks(limits: PlanLimits, q_heads: int) -> int:
-    """Return the number of elements of a prefill run's scores."""
     return q_heads * limits.chunk * (_positions(limits) + limits.chunk)

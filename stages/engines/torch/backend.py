@@ -31,10 +31,7 @@ class TorchBackend(Backend[TorchConfig]):
     libraries = TORCH
 
     def check_inputs(self, job: Job) -> None:
-        """Check that the kernels support the policy and, if the command judges, that the GPU exists. Building needs no GPU.
-
-        The reference engine accepts every policy and checkpoint.
-        """
+        """Check that the kernels support the policy and, if the command judges, that the GPU exists. Building needs no GPU."""
         if self.config.device == "cpu":
             return
         if self.config.device == "auto" and not (job.judges and self._finds_gpu()):
@@ -58,7 +55,6 @@ class TorchBackend(Backend[TorchConfig]):
         return f"stages.engines.{'cuda' if self._finds_gpu() else 'reference'}.engine"
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
-        """Return the checkpoint of the weights' artifact."""
         weights = artifacts.weights()
         return Source(weights.path / "checkpoint", weights.digest_under("checkpoint"))
 
@@ -82,7 +78,6 @@ class TorchBackend(Backend[TorchConfig]):
         return load_engine(bundle, threads=self.config.threads, compute_dtype=self.config.compute_dtype)
 
     def load_reference(self, bundle: Path, device: str) -> "TorchEngine":
-        """Load a bundle as the reference engine on `cpu` or `cuda`."""
         import torch
 
         from stages.engines.reference.engine import load_engine
@@ -90,7 +85,6 @@ class TorchBackend(Backend[TorchConfig]):
         return load_engine(bundle, threads=self.config.threads, device=torch.device(device))
 
     def _refuse_reference(self) -> None:
-        """Raise MissingRequirement if `compute_dtype` is not the reference engine's float32."""
         if self.config.compute_dtype != "float32":
             raise MissingRequirement(
                 f"backend.compute_dtype={self.config.compute_dtype}: torch finds no NVIDIA GPU, and on a CPU backend=torch "
@@ -98,10 +92,7 @@ class TorchBackend(Backend[TorchConfig]):
             )
 
     def _finds_gpu(self) -> bool:
-        """Return whether the engine runs on a GPU. With device=auto it does if torch finds a GPU.
-
-        Raises MissingRequirement if a GPU is requested or found but unusable.
-        """
+        """Return whether the engine runs on a GPU. Raises MissingRequirement if a GPU is requested or found but unusable."""
         if self.config.device == "cpu":
             return False
         from stages.engines.gpu import resolve_device

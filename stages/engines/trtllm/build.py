@@ -20,7 +20,6 @@ from stages.engines.trtllm.config import TargetName, TrtllmConfig
 from stages.policies.policy import KVPolicy
 
 EXPORTS: dict[TargetName, str] = {"engine": "tensorrt_llm", "pytorch": "unified_hf"}
-"""Name of the ModelOpt export that a target is built from."""
 ENGINE = "engine"
 """Folder of target=engine, with config.json and rank*.engine."""
 LLM_ARGS_FILE = "llm_args.yaml"
@@ -66,7 +65,6 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interp
 
 
 def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: Interpreter) -> dict[str, Any]:
-    """Build a TensorRT engine and return the fields of its bundle.json."""
     source = out / CHECKPOINT
     checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)
     checkpoint = read_json(source, checkpoints.CONFIG_FILE)
@@ -84,7 +82,6 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
 
 
 def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
-    """Write the served checkpoint and its LLM arguments; return the fields of its bundle.json."""
     source = out / CHECKPOINT
     quantization = {
         "quant_algo": _copy_served(export, export.with_name("checkpoint"), source),
@@ -117,8 +114,7 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
 def _copy_served(export: Path, plain: Path, out: Path) -> str | None:
     """Write the served checkpoint to the new directory `out`; return the quantization algorithm of its weights.
 
-    ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses. In that case the unexported
-    checkpoint `plain` is served; the LLM arguments set the cache's format.
+    ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses, so `plain` is served instead.
     """
     declared = export / MODELOPT_FILE
     weights: str | None = read_json(export, MODELOPT_FILE)["quantization"]["quant_algo"] if declared.is_file() else None

@@ -17,8 +17,6 @@ from stages.policies.policy import Side
 
 
 class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
-    """An engine that sends requests to TensorRT-LLM."""
-
     program = PROGRAM
     record = TrtllmBundle
 
@@ -43,10 +41,7 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
         ]
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the scale that reads the cache by `factor`, from the next request on; the codes stay correct.
-
-        Keys and values share the scale, so values are read wrong, too. For target=engine a second engine is built.
-        """
+        """Multiply the scale that reads the cache. Values share it and are read wrong, too."""
         if not self.policy.quantized:
             raise UserError(f"kv={self.policy.name}: the cache has no scale to corrupt, so backend=trtllm cannot judge it")
         super().corrupt_key_scale(factor)

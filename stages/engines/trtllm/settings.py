@@ -28,10 +28,7 @@ def rank_environment(ranks: int) -> dict[str, str]:
 
 
 def rank_capabilities(target: TargetName, interpreter: Interpreter, ranks: int) -> list[str]:
-    """Return the compute capability that a bundle is built for, as a list of one item; empty for target=pytorch.
-
-    Raises UserError if the GPUs of the `ranks` ranks differ.
-    """
+    """Return the compute capability of an engine in a list; empty for pytorch. Raises UserError if the ranks' GPUs differ."""
     capabilities = [device.compute_cap for device in interpreter.devices[:ranks]] if target == "engine" else []
     if len(set(capabilities)) > 1:
         raise UserError(
@@ -64,7 +61,6 @@ def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> S
 
 
 def build_flags(settings: Settings, checkpoint: str, out: str, ranks: int) -> list[str]:
-    """Return the command-line arguments of trtllm-build."""
     flags = ["--checkpoint_dir", checkpoint, "--output_dir", out, "--workers", str(ranks), "--logits_dtype", LOGITS_DTYPE]
     for key, value in settings.items():
         name = f"--{key.removeprefix('plugin_config.')}"

@@ -37,7 +37,6 @@ class VllmDescription(protocol.Description):
     platform: str
     """vLLM's platform: cpu, cuda, or its name for another device."""
     cache_dtypes: Annotated[list[str], Field(min_length=1)]
-    """Cache types that the release supports."""
     refused: dict[str, str]
     """Cache types that this machine does not support -> reason."""
 
@@ -94,11 +93,7 @@ SIMILAR_TYPES = {
 
 
 def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
-    """Return the type of vLLM's cache that stores a policy; skipped layers stay at 16 bits.
-
-    Raises:
-        UserError: No type stores the policy.
-    """
+    """Return vLLM's cache type that stores a policy; skipped layers stay at 16 bits. Raises UserError if there is none."""
     key = policy.key
     # vLLM has types for some pairs of key and value formats.
     pair = policy.value.code.vllm_by_key_format.get(describe_format(key)) if key.scale != "calibrated" else None
@@ -129,10 +124,7 @@ def _reason(policy: KVPolicy, key: Format, dtype: str | None, config: VllmConfig
 
 
 def skipped_layers(policy: KVPolicy) -> list[str] | None:
-    """Return the layers whose keys and values stay at 16 bits, as `kv_cache_dtype_skip_layers` names them.
-
-    Return None if a layer is overridden in any other way, which vLLM does not support.
-    """
+    """Return the layers that stay at 16 bits, as `kv_cache_dtype_skip_layers` names them; None for any other override."""
     if not all(override.key and override.key.exact and override.value == override.key for override in policy.overrides):
         return None
     return sorted(str(layer) for override in policy.overrides for layer in override.layers)
@@ -150,7 +142,6 @@ def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
 
 
 def check_quantized(policy: KVPolicy, quantized: Quantized) -> None:
-    """Raise UserError if vLLM does not support the policy with these quantized weights."""
     scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
     if scaled and quantized.method not in ("compressed-tensors", "modelopt"):
         raise UserError(f"kv={policy.name}: vLLM reads no cache scales with {quantized.title}; choose kv=fp8_e5m2")
@@ -249,7 +240,6 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
         return self.config.dtype != "float32"
 
     def check_inputs(self, job: Job) -> None:
-        """Check that vLLM's cache, its release and this machine support the policy, and that the interpreter exists."""
         if not job.builds:
             return
         config, checkpoint = self.config, job.checkpoint
@@ -268,7 +258,6 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
         return {**super().build_parts(), "platform": self.interpreter.description.platform}
 
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
-        """Write the checkpoint with its scales, and the engine arguments."""
         write_checkpoint(info, out / CHECKPOINT, policy, read_scales(out / SCALES_FILE, policy, info.shape))
         arguments = engine_args(self.config, cache_dtype(policy, self.config), skipped_layers(policy) or [])
         resolved = resolve(self.interpreter, out / CHECKPOINT, "engine_args", arguments)

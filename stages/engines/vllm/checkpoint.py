@@ -90,7 +90,6 @@ def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[st
 
 
 def _write_index(info: CheckpointInfo, out: Path, scales: list[str]) -> None:
-    """Write the index, which names the files of the weights and of the scales."""
     places = {name: file for name, (file, _) in tensors_on_disk(info).items()} | dict.fromkeys(scales, SCALES)
     size = sum((out / file).stat().st_size for file in (*info.weight_files, SCALES))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}

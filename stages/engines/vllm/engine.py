@@ -104,7 +104,6 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         ]
 
     def _scales_by_side(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
-        """Return the scales that a layer reads. With several workers vLLM repeats a shared scale for each head."""
         by_head = self.policy.key.granularity == "per_head"
         return {Side(side): tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in layer.items()}
 
@@ -154,7 +153,6 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         )
 
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
-        """Return the copy whose codes are the stored bytes (H, n, W)."""
         codes = stored.reshape(self.shape.kv_heads, -1, form.token_bytes(self.shape.head_dim))
         scales = np.array(self._scales_by_side(self._read_facts().scales[layer])[side], np.float32).reshape(-1, 1, 1)
         return StoredCopy(0, codes, None, None, scales if form.static else None, None)

@@ -28,8 +28,8 @@ Operations = dict[str, Callable[..., dict[str, Any]]]
 def end_with_parent(stdin: int) -> None:
     """Kill this process group, including a running build and a model's ranks, when kvgate has exited.
 
-    A killed kvgate cannot stop this process, and a running request does not read stdin. If the parent is a wrapper script
-    that outlives kvgate, only the end of stdin shows that kvgate has exited.
+    A running request does not read stdin. If the parent is a wrapper script that outlives kvgate, only the end of stdin shows
+    that kvgate has exited.
     """
     parent, hang_up, seconds = os.getppid(), select.poll(), CLOSED_SECONDS
     hang_up.register(stdin, 0)  # poll always reports a hang-up

@@ -158,11 +158,7 @@ class LlamaCppModel:
         return {"answers": answers}
 
     def _answer(self, group: list[dict[str, Any]], key_fault: float) -> tuple[list[list[int]], list[dict[int, Any]]]:
-        """Return each request's tokens, and its logits by step.
-
-        Known tokens are decoded in batches, and all others one by one. With a fault, all tokens after the prompt are decoded
-        one by one.
-        """
+        """Return each request's tokens, and its logits by step. Known tokens are decoded in batches unless there is a fault."""
         generated: list[list[int]] = [[] for _ in group]
         rows: list[dict[int, Any]] = [{} for _ in group]
         pending = []

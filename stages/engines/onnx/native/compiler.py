@@ -39,8 +39,6 @@ HINT = "install a C compiler (Debian: gcc and libc6-dev) or `pip install 'ziglan
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C compiler: its command and the first line of its --version."""
-
     command: tuple[str, ...]
     version: str
 
@@ -92,11 +90,7 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
     """Return the kernel's library for heads of `head_dim` channels and `group` query heads per KV head; compile it if needed.
 
     A file whose bytes do not match the digest in its name is removed and compiled again. Concurrent processes compile to
-    separate files.
-
-    Raises:
-        MissingRequirement: There is no C compiler, or the compiler refuses the sources.
-        UserError: The cache's folder is not private to this user.
+    separate files. Raises MissingRequirement if there is no compiler or it refuses the sources.
     """
     compiler = require_compiler()
     folder = cache_folder()
@@ -126,15 +120,13 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
 
 
 def _path_with_digest(file: Path, folder: Path, name: str) -> Path:
-    """Return the cache path of a library, which contains the digest of its bytes."""
     return folder / f"{name}-{file_digest(file)}.so"
 
 
 def cache_folder() -> Path:
     """Return the private folder of compiled kernels, `kvgate/native` in $XDG_CACHE_HOME or ~/.cache; create it if needed.
 
-    Raises:
-        UserError: The folder belongs to another user, is accessible to others, or cannot be created.
+    Raises UserError if the folder belongs to another user, is accessible to others, or cannot be created.
     """
     fix = "set XDG_CACHE_HOME to a folder of your own, or backend.attention=graph"
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))

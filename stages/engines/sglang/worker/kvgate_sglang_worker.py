@@ -14,7 +14,6 @@ import kvgate_rows
 
 
 def describe() -> dict[str, Any]:
-    """Return the installed release and the visible GPUs."""
     import sglang
 
     described: dict[str, Any] = kvgate_rows.describe_installation(sglang.__version__)
@@ -40,8 +39,6 @@ def validate(model: str, server_args: dict[str, Any]) -> dict[str, Any]:
 
 
 class SglangModel:
-    """A loaded model."""
-
     def __init__(self, model: str, server_args: dict[str, Any]) -> None:
         import sglang
 
@@ -50,7 +47,6 @@ class SglangModel:
         self.engine = sglang.Engine(model_path=model, **server_args)
 
     def facts(self) -> dict[str, Any]:
-        """Return the loaded engine's resolved arguments."""
         info = self.engine.get_server_info()
         return {"arguments": {name: info[name] for name in ("kv_cache_dtype", "dtype", "disable_radix_cache") if name in info}}
 

@@ -61,14 +61,7 @@ def build(flags: list[str]) -> dict[str, Any]:
 
 
 def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
-    """Parse LLM arguments and the checkpoint's quantization as the release's own LLM class does before loading weights.
-
-    Returns:
-        pinned: The arguments, with SWITCHES off.
-        arguments: The arguments as parsed by the release.
-        quantization: The algorithms of weights and cache that result from the checkpoint and the arguments.
-        refused: Why the release refuses the checkpoint; empty if it accepts the checkpoint.
-    """
+    """Parse LLM arguments and the checkpoint's quantization as the release's own LLM class does before loading weights."""
     from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs, update_llm_args_with_extra_dict
     from tensorrt_llm.llmapi.llm_utils import ModelLoader
 
@@ -101,8 +94,6 @@ def _disabled_switches(kind: Any) -> dict[str, bool]:
 
 
 class TrtllmModel:
-    """A loaded engine or checkpoint."""
-
     def __init__(self, target: str, model: str, llm_args: dict[str, Any], key_fault: float) -> None:
         run = partial(kvgate_rows.run, generate=self.generate)
         self.salts = target == "pytorch"
@@ -127,10 +118,7 @@ class TrtllmModel:
         return [output.outputs[0].token_ids for output in outputs]
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the first-token time of each prompt, and the times of `tokens - 1` steps over all prompts.
-
-        The first-token times are measured one prompt at a time, the step times while all prompts decode together.
-        """
+        """Return each prompt's first-token time, measured one by one, and the times of `tokens - 1` steps over all prompts."""
         return asyncio.run(self._load(prompts, tokens))
 
     async def _load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -179,10 +167,9 @@ def _attention_module() -> Any:
 
 
 def _corrupt_attention(factor: float) -> list[object]:
-    """Multiply the scale that decodes the cache in attention layers by `factor`; the codes stay correct.
+    """Multiply the scale that decodes the cache in attention layers by `factor`; return a list that receives every new layer.
 
     In the PyTorch runtime every attention layer has a scale to encode and one to decode; neither is read from the checkpoint.
-    Returns a list to which each layer is appended when it is constructed.
     """
     kind = _attention_module().TrtllmAttention
     original, faulted = kind.__init__, []

@@ -67,7 +67,6 @@ class Cache:
         return [number for part in parts for number in part * (self.heads // len(parts) // len(part))]
 
     def used_blocks(self) -> int:
-        """Return the number of blocks in use."""
         pool = self.core.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is never free
 
@@ -91,7 +90,6 @@ class Cache:
 
 
 def _layers(worker: Any) -> list[Any]:
-    """Return the attention layers of a worker, in order."""
     context = getattr(worker, "worker", worker).model_runner.vllm_config.compilation_config.static_forward_context
     return [layer for layer in context.values() if hasattr(layer, "_k_scale")]
 
@@ -158,8 +156,6 @@ def _with_faulted_scale(write: Any, factor: float) -> Any:
 
 
 def _with_faulted_keys(write: Any, factor: float) -> Any:
-    """Return a cache update that stores `factor` times each key."""
-
     def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
         return write(layer, key * factor, value, kv_cache, slot_mapping)
 

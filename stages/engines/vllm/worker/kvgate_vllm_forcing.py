@@ -22,7 +22,6 @@ class Recording:
         self.request, self.path, self.writes = request, path, get_tensor_model_parallel_rank() == 0
 
     def __call__(self, output_ids: Sequence[int], logits: Any) -> Any:
-        """Record the logits (V) of the next token, and force the token if it is known."""
         if self.writes:
             kvgate_rows.write_row(self.path, self.request, len(output_ids), logits)
         kvgate_rows.force_token(logits, output_ids, self.request["forced"])

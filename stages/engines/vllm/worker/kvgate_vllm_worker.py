@@ -54,8 +54,6 @@ def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
 
 
 class VllmModel:
-    """A loaded model."""
-
     def __init__(self, model: str, engine_args: dict[str, Any], key_fault: float) -> None:
         from kvgate_vllm_forcing import VllmForcedTokens
         from vllm import LLM
@@ -104,7 +102,6 @@ class VllmModel:
         return {"answers": answers}
 
     def _add(self, prompt: list[int], tokens: int, **extra: Any) -> str:
-        """Add a request that continues a prompt greedily; return its name."""
         from vllm import SamplingParams
 
         name = f"kvgate-{next(self.count)}"
@@ -113,10 +110,7 @@ class VllmModel:
         return name
 
     def _finished(self) -> Any:
-        """Step the engine until all requests have finished.
-
-        Yield (name, output, (blocks, preemptions)) for each finished request before its blocks are used again.
-        """
+        """Step until all requests have finished; yield (name, output, (blocks, preemptions)) before the blocks are reused."""
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
@@ -125,7 +119,7 @@ class VllmModel:
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the first-token time of each prompt, the times of `tokens - 1` joint steps, and the peak of used blocks.
 
-        First-token times are vLLM's own, one prompt at a time. Step times are measured while all prompts decode together.
+        First-token times are vLLM's own, one prompt at a time.
         """
         first = []
         for prompt in prompts:
@@ -152,8 +146,8 @@ class VllmModel:
 def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
     """Return the answer to a request.
 
-    Raises RuntimeError if a forced token was not chosen, or if a row does not belong to its step: the token's log-probability
-    computed from the row must equal the raw log-probability that vLLM reports.
+    Raises RuntimeError if a forced token was not chosen, or if a row is of another step: its log-probability of the token must
+    equal the raw log-probability that vLLM reports.
     """
     import numpy as np
 
