@@ -13,12 +13,7 @@ TENSORRT_LLM_KV = ("FP8", "INT8")
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
-    """Return why an export cannot declare the policy; None if it can.
-
-    Args:
-        policy: Formats of the stored keys and values.
-        algorithms: Cache algorithms that the export can declare, for example UNIFIED_HF_KV.
-    """
+    """Return why an export cannot declare the policy; None if it can. `algorithms`: for example UNIFIED_HF_KV."""
     reason = single_format_refusal(policy)
     if reason is not None:
         return reason

@@ -16,12 +16,10 @@ Slides = Callable[[Mapping[str, Any], int], bool]
 
 
 def _all_but_every(period: int) -> Slides:
-    """Return the rule that every layer has a sliding window except each `period`-th one."""
     return lambda config, layer: bool((layer + 1) % int(config.get("sliding_window_pattern") or period))
 
 
 def _from_max_window_layers(config: Mapping[str, Any], layer: int) -> bool:
-    """Return whether a layer has a sliding window: the layers from max_window_layers on do."""
     return layer >= int(config["max_window_layers"])
 
 
@@ -42,7 +40,6 @@ class Family:
     """One model_type of transformers."""
 
     architecture: str
-    """Class of its causal language model."""
     windows: Literal["none", "every", "listed"] = "none"
     """Layers with a sliding window: none, all if sliding_window is set, or the layers listed in layer_types."""
     slides: Slides = lambda *_: True
@@ -59,7 +56,6 @@ class Family:
     """Whether kvgate can quantize the weights: the linear layers are LINEARS, and ModelOpt's exports support the family."""
 
     def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of config.json with the defaults of missing keys."""
         return {**self.defaults, **config}
 
 
@@ -129,7 +125,6 @@ FAMILIES: dict[str, Family] = {
         features=(SINKS,),
     ),
 }
-"""model_type -> the family."""
 
 ARCHITECTURES = {family.architecture: kind for kind, family in FAMILIES.items()}
 """Class -> the model_type that makes transformers load it."""

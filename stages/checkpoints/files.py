@@ -35,7 +35,6 @@ def refusal(path: Path, problem: str) -> UserError:
 
 
 def wrong_value(path: Path, config: dict[str, Any], key: str, expected: str) -> UserError:
-    """Return the error for a wrong value in config.json."""
     return refusal(path, f"config.json: {key} must be {expected}, got {short(repr(config.get(key)), 40)}")
 
 
@@ -47,11 +46,7 @@ def _checkpoint_below(directory: Path) -> str:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file of a checkpoint.
-
-    Raises:
-        UserError: The file is missing, unreadable, or holds no JSON object.
-    """
+    """Return the JSON object in a file of a checkpoint. Raises UserError if the file is missing or has no JSON object."""
     try:
         content = parse_json(read_file(path / name, MAX_JSON_BYTES))
     except Unreadable as error:
@@ -99,11 +94,7 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _indexed_files(path: Path) -> tuple[str, ...]:
-    """Return the names of the safetensors files in the shard index. The files themselves may be missing.
-
-    Raises:
-        UserError: The index cannot be read, or names something other than safetensors files in its folder.
-    """
+    """Return the safetensors files that the shard index names; they may be missing. Raises UserError if it is invalid."""
     weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise refusal(path, f"{INDEX} has no weight_map; give the index that was saved with the weights")
@@ -145,10 +136,7 @@ def end_tokens(directory: Path, vocab_size: int = MAX_TOKENS) -> tuple[int, ...]
     """Return the `eos_token_id` tokens of generation_config.json and config.json. Each file may name one token or a list.
 
     Chat models name several tokens: the end of a text and the end of a turn. Negative ids, which some files use for "none",
-    are left out.
-
-    Raises:
-        UserError: A file is not a JSON object, or an `eos_token_id` is not a token below `vocab_size`.
+    are left out. Raises UserError if a file is not a JSON object, or an `eos_token_id` is not a token below `vocab_size`.
     """
     ends: list[int] = []
     for name in FILES_WITH_END_TOKENS:

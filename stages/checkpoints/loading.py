@@ -55,7 +55,6 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
 
 
 Tensors = dict[str, tuple[int, ...]]
-"""Tensor name -> shape."""
 
 
 def expected_tensors(path: Path, config: dict[str, Any], frequencies: Mapping[str, Any] | None = None) -> Tensors:

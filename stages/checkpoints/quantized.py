@@ -27,7 +27,6 @@ class Layout:
     required: tuple[str, ...]
     """Names of the parts that are required to dequantize the codes."""
     optional: tuple[str, ...] = ()
-    """Names of the optional parts."""
     packed: bool = False
     """Whether one int32 holds the codes of several columns."""
     transposed: bool = False

@@ -22,11 +22,9 @@ REQUIRED_PARAMETERS = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""Kind of rotary scaling -> its required parameters."""
 YARN_BETAS = 1, 32
 """Defaults of YaRN's beta_slow and beta_fast in transformers."""
 OPTIONAL_PARAMETERS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
-"""Kind of rotary scaling -> its optional parameters."""
 FLAGS = ("truncate", "finetuned")
 """Parameters that are true or false. The others are numbers."""
 MAX_VALUE = 1e12
@@ -41,8 +39,6 @@ COMMON_KEYS = (*TOP_LEVEL_KEYS, *ROPE_TEXTS, "original_max_position_embeddings",
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embeddings of a config.json."""
-
     layers: Mapping[str | None, dict[str, Any]]
     """Layer type -> parameters in config.json; the key is None if all layers share them."""
 
@@ -57,11 +53,10 @@ class Rope:
         return None if kind == "default" else str(kind)
 
     def positions(self, configured: int) -> int:
-        """Return the maximum sequence length in tokens.
+        """Return the maximum sequence length in tokens; `configured` is max_position_embeddings.
 
-        Args:
-            configured: max_position_embeddings. For YaRN, Qwen stores the unscaled length there, so the scaling factor is
-                applied. The factors of llama3 and linear divide frequencies and do not change the length.
+        For YaRN, Qwen stores the unscaled length there, so the scaling factor is applied. The factors of llama3 and linear
+        divide frequencies and do not change the length.
         """
         factor, original = (self._main.get(key) for key in ("factor", "original_max_position_embeddings"))
         return max(configured, int(original * factor)) if self.scaling == "yarn" and original else configured
@@ -70,13 +65,8 @@ class Rope:
 def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
     """Read the rotary embeddings of a configuration of a known family.
 
-    Args:
-        path: Directory of the checkpoint, for errors.
-        config: Content of config.json.
-
-    Raises:
-        UserError: A value has the wrong type, a kind is not supported or lacks a parameter, two keys contradict each other,
-            rope_parameters has layer types although the family does not use them, or lacks a layer type of the family.
+    Raises UserError if a value has the wrong type, a kind is not supported or lacks a parameter, two keys contradict each
+    other, rope_parameters has layer types although the family does not use them, or lacks a layer type of the family.
     """
     new = config.get("rope_parameters")
     if new is not None and not isinstance(new, dict):
@@ -133,11 +123,7 @@ def _parameters_by_type(
 
 
 def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json with its rotary embeddings in the form of transformers 5.
-
-    Raises:
-        UserError: See `read_rope`.
-    """
+    """Return the content of a config.json with its rotary embeddings in the form of transformers 5. Raises as `read_rope`."""
     layers = read_rope(path, config).layers
     if not layers or (None in layers and "rope_type" not in layers[None]):
         return config  # the class's default scaling, with rope_theta at the top level

@@ -15,14 +15,7 @@ DEFAULTED = (*TOP_LEVEL_KEYS, "original_max_position_embeddings")
 def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping[str, Any] | None = None) -> None:
     """Raise UserError if a model's rotary embeddings differ from its configuration or from its weights.
 
-    Args:
-        path: Directory of the checkpoint, for errors.
-        config: Content of config.json.
-        model: The model that transformers built from `config`, on any device.
-        stored: Frequencies by tensor name; old checkpoints contain them, and transformers ignores them.
-
-    Raises:
-        UserError: A parameter, a frequency or the attention factor differs.
+    `stored`: frequencies by tensor name; old checkpoints contain them, and transformers ignores them.
     """
     rebuilt = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
     computed = [buffer for name, buffer in rebuilt.named_buffers() if name.endswith("inv_freq")]
@@ -64,7 +57,6 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping
 
 
 def head_dim_of(config: Any) -> int:
-    """Return the size of an attention head of a transformers configuration."""
     return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
 
 

@@ -60,14 +60,7 @@ def refuse_misspelled(path: Path, config: dict[str, Any], optional: Set[str]) ->
 
 
 def refuse_unread_keys(path: Path, config: dict[str, Any], loaded: Any, tensors: Iterable[str]) -> None:
-    """Raise UserError for unread keys that would change the computation, unless a similarly named read key has the same value.
-
-    Args:
-        path: Directory of the checkpoint, for errors.
-        config: Content of config.json.
-        loaded: transformers' configuration, an instance of the family's class.
-        tensors: Names of the model's tensors.
-    """
+    """Raise UserError for unread keys that would change the computation, unless a similar read key has the same value."""
     kind = loaded.model_type
     known_keys = {*(field.name for field in fields(loaded)), *loaded.attribute_map, *loaded.attribute_map.values()}
     for key, same_meaning in _unread_keys(config, known_keys | COMPARED | {FAMILIES[kind].local_base or ""}):
@@ -114,11 +107,8 @@ def _has_word(words: list[str], vocabulary: Set[str]) -> bool:
 def _has_no_effect(words: list[str], value: Any, values: list[Any], tensors: Iterable[str]) -> bool:
     """Return whether the model computes the same with and without an unread key.
 
-    Args:
-        words: Words of the key.
-        value: Its value. A list of equal values, one by layer, counts as that value.
-        values: Values of the family's own keys with the same meaning (`SYNONYMS`).
-        tensors: Names of the model's tensors.
+    A list of equal values, one by layer, counts as that value. `values` are the values of the family's own keys with the same
+    meaning (`SYNONYMS`).
     """
     if isinstance(value, list) and value and all(item == value[0] for item in value):
         value = value[0]

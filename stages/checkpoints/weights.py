@@ -19,7 +19,6 @@ from stages.core.redaction import printable
 from stages.core.strict import LFS_POINTER, Unreadable, refuse_pointer
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights that are plain numbers."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FREQUENCIES = ".rotary_emb.inv_freq"
@@ -31,15 +30,10 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[str, Shape]]) -> None:
-    """Raise UserError for weights that do not match config.json.
+    """Raise UserError, which names the file, the tensor and the fix, for weights that do not match config.json.
 
-    Args:
-        info: The checkpoint.
-        expected_tensors: The function of stages.checkpoints.loading, called after all files have been read.
-
-    Raises:
-        UserError: A file is not a safetensors file, or a tensor is missing, has another shape or type, is in two files, or is
-            not part of the model. The message names the file, the tensor and the fix.
+    Refuses files other than safetensors, and tensors that are missing, have another shape or type, are in two files, or are not
+    part of the model. `expected_tensors` of stages.checkpoints.loading is called after all files have been read.
     """
     on_disk = tensors_on_disk(info)
     described = {key: value for key, value in read_config(info.path).items() if key != "quantization_config"}
@@ -124,9 +118,6 @@ def check_tokenizer(info: CheckpointInfo) -> None:
     """Raise UserError for tokenizer files that are not JSON, or wrong in a way that the tokenizer library accepts.
 
     `stages.checkpoints.intake.opening` reports the files that the library refuses.
-
-    Raises:
-        UserError: The message names the file, the problem and the fix.
     """
     content: dict[str, dict[str, Any]] = {}
     for name in info.other_files:

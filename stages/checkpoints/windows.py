@@ -22,10 +22,7 @@ WINDOW_KEYS = {FULL: None, SLIDING: "sliding_window", "chunked_attention": "atte
 def layer_windows(path: Path, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
     """Return the sliding window by layer in tokens, including the attending token; None for full attention.
 
-    Args:
-        path: Path of the checkpoint, for errors.
-        config: Content of config.json, with the family's defaults for missing keys. The model may be of any family.
-        layers: Number of layers.
+    `config` has the family's defaults for missing keys. The model may be of any family.
     """
     types = _layer_types(path, config, str(config.get("model_type")), layers)
     windows = {layer_type: _window(path, config, layer_type) for layer_type in set(types)}
@@ -102,7 +99,6 @@ def _check_patterns(path: Path, config: dict[str, Any]) -> None:
 
 
 def _unlisted_family_rule(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], bool]:
-    """Return the rule for sliding layers of a model outside FAMILIES that has no layer_types."""
     _check_patterns(path, config)
     period = config.get("sliding_window_pattern")
     if period is None:

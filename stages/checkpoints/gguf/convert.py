@@ -41,15 +41,8 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
 
     If all matrices are F32, F16 or BF16, the weights keep that type. Otherwise (quantized or mixed) they become float16, or
     bfloat16 if a value exceeds float16. Vectors get the type of the matrices. The rows of a Llama's queries and keys are
-    restored to transformers' order, and the 1 that llama.cpp adds to a Gemma's norms is subtracted.
-
-    Args:
-        gguf: The file.
-        out: An empty directory.
-        progress: Called with the number of finished tensors.
-
-    Raises:
-        UserError: inspect_gguf refuses the file, or a weight is not finite.
+    restored to transformers' order, and the 1 that llama.cpp adds to a Gemma's norms is subtracted. Raises UserError if
+    inspect_gguf refuses the file, or a weight is not finite.
     """
     model = inspect_gguf(gguf)
     kinds = {tensor.kind for name, tensor in model.header.tensors.items() if name in model.names and len(tensor.shape) > 1}
@@ -117,7 +110,6 @@ def _weights(model: GGUFModel, name: str) -> torch.Tensor:
 
 
 def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Return a GGUF tensor's values as float32."""
     stored = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(*tensor.shape[:-1], -1)
     values = dequantize(np.array(stored), GGMLQuantizationType[tensor.kind])
     return np.ascontiguousarray(values, np.float32).reshape(tensor.shape)

@@ -51,8 +51,6 @@ def tensor_types() -> dict[int, tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Location, type and shape of a tensor in the file."""
-
     kind: str
     """Name of the type, one of READABLE."""
     shape: tuple[int, ...]
@@ -64,18 +62,14 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a GGUF file."""
-
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
     def error(self, problem: str) -> UserError:
-        """Return the error for a problem of this file."""
         return _error(self.path, problem)
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """Return the values of a tensor of type F32."""
         tensor = self.tensors[name]
         assert tensor.kind == "F32", "the caller checked the type"
         with self.path.open("rb") as stream:
@@ -88,8 +82,6 @@ class _Unreadable(Exception):
 
 
 class _Cursor:
-    """Reader of little-endian values at a current position."""
-
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self.at = 0
@@ -138,7 +130,6 @@ class _Cursor:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a GGUF file."""
     try:
         with path.open("rb") as stream:
             if stream.read(len(MAGIC)) != MAGIC:
@@ -193,7 +184,6 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
 
 
 def _refuse_part(metadata: dict[str, Any]) -> None:
-    """Raise _Unreadable if the file contains only a part of a model."""
     shards = metadata.get("split.count", 0)
     if shards not in (0, 1):
         raise _Unreadable(f"one of {shards} shards; join them with llama-gguf-split --merge")
@@ -203,7 +193,6 @@ def _refuse_part(metadata: dict[str, Any]) -> None:
 
 
 def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Return the name, shape, type number and offset of the next tensor."""
     name = cursor.string(MAX_NAME_BYTES)
     dims = cursor.integer("I")
     if not 1 <= dims <= MAX_DIMS:

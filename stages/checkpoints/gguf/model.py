@@ -158,7 +158,6 @@ def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[s
 
 
 def _gemma3(value: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the additional keys of config.json for Gemma 3."""
     layers, period = config["num_hidden_layers"], value("attention.sliding_window_pattern", int, 6)
     share = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -188,11 +187,7 @@ def _rope_scaling(header: Header, architecture: str, value: Any, config: dict[st
 
 
 def _llama3_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary scaling that yields the factors in the file; None if all factors are 1.
-
-    Raises:
-        UserError: The factors do not belong to Llama 3's rotary scaling.
-    """
+    """Return the rotary scaling of the file's factors; None if all are 1. Raises UserError if they are not Llama 3's."""
     tensor = header.tensors[ROPE_FACTORS]
     half = config["head_dim"] // 2
     if tensor.kind != "F32" or tensor.shape != (half,):
@@ -248,10 +243,7 @@ DENSE_SIZES = (
 
 
 def dense_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return a mapping from GGUF's tensor names to transformers' names and shapes.
-
-    `config` needs the keys of DENSE_SIZES, and `tie_word_embeddings`.
-    """
+    """Return GGUF's tensor names -> transformers' names and shapes. `config` needs DENSE_SIZES and `tie_word_embeddings`."""
     hidden, inner, vocab, layers, head_dim, q_heads, kv_heads = (config[key] for key in DENSE_SIZES)
     queries, keys = q_heads * head_dim, kv_heads * head_dim
     layer = {

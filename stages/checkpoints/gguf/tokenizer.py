@@ -22,13 +22,7 @@ BLANK = "▁"
 
 
 def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
-    """Write the tokenizer's files.
-
-    Args:
-        vocabulary: The vocabulary in the GGUF's metadata.
-        max_length: The model's maximum sequence length in tokens.
-        out: The checkpoint's directory.
-    """
+    """Write the tokenizer's files to the checkpoint `out`. `max_length`: the model's maximum sequence length in tokens."""
     splitter, tokens = vocabulary.splitter, vocabulary.tokens
     tokenizer = _sentencepiece(vocabulary) if splitter is None else _byte_level(vocabulary, splitter)
     tokenizer.add_tokens([_added_token(vocabulary, i) for i, kind in enumerate(vocabulary.types) if kind == USER_DEFINED])

@@ -33,7 +33,6 @@ class Splitter:
     patterns: tuple[str, ...]
     """Regular expressions in order; every pattern splits the pieces of the previous pattern."""
     nfc: bool = False
-    """Whether text is first normalized to NFC."""
     whole_words: bool = False
     """Whether a word that is in the vocabulary becomes that token without merges."""
     adds_bos: bool = False
@@ -88,11 +87,7 @@ class Vocabulary:
 
 
 def read_vocabulary(header: Header) -> Vocabulary:
-    """Return the tokenizer of a GGUF after checks.
-
-    Raises:
-        UserError: The tokenizer could not be reproduced correctly.
-    """
+    """Return the tokenizer of a GGUF. Raises UserError if it could not be reproduced correctly."""
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise header.error(f"tokenizer.ggml.model={kind} is not supported; use a model with a tokenizer of kind gpt2 or llama")

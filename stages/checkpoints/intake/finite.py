@@ -29,12 +29,7 @@ BYTES = 1 << 20
 
 
 def is_finite(stored: npt.NDArray[np.uint8], kind: str) -> bool:
-    """Return whether all numbers are finite.
-
-    Args:
-        stored: Bytes of the numbers, shape (rows, bytes per row).
-        kind: Key of NOT_FINITE.
-    """
+    """Return whether all numbers are finite. `stored`: bytes (rows, bytes per row); `kind`: key of NOT_FINITE."""
     form, min_code = NOT_FINITE[kind]
     unsigned = np.iinfo(form).max >> 1
     rows = max(1, BYTES // stored.shape[1])

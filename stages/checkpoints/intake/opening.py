@@ -21,12 +21,7 @@ MAX_ADDED_TOKENS = 1024
 def check_loadable(info: CheckpointInfo) -> None:
     """Raise UserError for files on which a later stage would fail. The result is not cached, because files may change.
 
-    Args:
-        info: A checkpoint, or a GGUF.
-
-    Raises:
-        UserError: The tokenizer cannot be loaded or is inconsistent, the chat template refuses a greeting or exceeds its
-            limits, or a weight is not finite.
+    Checks that the tokenizer is consistent, the chat template accepts a greeting within its limits, and weights are finite.
     """
     from stages.checkpoints.intake.finite import check_finite, check_finite_gguf
 

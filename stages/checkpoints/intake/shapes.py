@@ -62,8 +62,7 @@ class ModelShape:
     def kv_heads_per_rank(self, ranks: int) -> int:
         """Return the KV heads per GPU on `ranks` GPUs. If there are more GPUs than heads, several GPUs hold the same head.
 
-        Raises:
-            UserError: if the heads do not divide evenly.
+        Raises UserError if the heads do not divide evenly.
         """
         heads = self.kv.kv_heads
         if self.q_heads % ranks or (heads % ranks and ranks % heads):
@@ -76,11 +75,9 @@ class ModelShape:
     def weight_bytes(self, weights: WeightsFormat, ranks: int) -> int:
         """Return the bytes of the weights on each GPU, in the served format.
 
-        Matrices are divided over the GPUs, key and value projections (and their biases) by KV heads.
-        Other vectors, such as norms, are copied. Embeddings and the LM head are never quantized.
-
-        Raises:
-            UserError: for a family whose weights are not counted.
+        Matrices are divided over the GPUs, key and value projections (and their biases) by KV heads. Other vectors, such as
+        norms, are copied. Embeddings and the LM head are never quantized. Raises UserError for a family whose weights are not
+        counted.
         """
         kv_share = self.kv_heads_per_rank(ranks) / self.kv.kv_heads
         if self.tensors is None:
@@ -104,7 +101,6 @@ def _stored_bytes(shape: Shape, weights: WeightsFormat) -> float:
 
 
 def read_model(path: Path) -> ModelShape:
-    """Read the shapes of a directory with a config.json, or of a GGUF."""
     if path.is_file():
         return _describe(path, inspect_gguf(path).config)
     if not path.is_dir():
