@@ -16,10 +16,7 @@ from stages.evaluate.decoding.free import contradiction
 
 
 class Answer(NamedTuple):
-    """A free answer of the engine."""
-
     sequence: ForcedSequence
-    """The sequence with the prompt."""
     tokens: list[int]
     stops: tuple[int, ...]
     """The stop tokens if a stop token ended the answer, else empty. `generate` does not return that stop token."""
@@ -38,7 +35,6 @@ class AnswerChecks:
     """Collects the answers of a scenario, checks them, and reports wrong answers."""
 
     def __init__(self, comparer: SequenceComparer, failures: list[str]) -> None:
-        """Start without answers. `failures`: list that receives the messages."""
         self.comparer, self.engine, self.failures = comparer, comparer.engine, failures
         self.answers: list[Answer] = []
 
@@ -76,11 +72,7 @@ class AnswerChecks:
         """Check that every token is the most likely on the reference engine, up to rounding.
 
         The reference engine uses its own codes, and a single flipped code may change an answer. An answer that looks wrong is
-        therefore checked again by the engine's own logits.
-
-        Args:
-            force: Decodes a sequence on the engine and records its logits.
-            advance: Called with the number of replayed tokens.
+        therefore checked again by the engine's own logits, which `force` records.
         """
         answers = list(_longest(answers))
         feds = [

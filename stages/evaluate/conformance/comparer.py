@@ -53,8 +53,6 @@ class ComparedSequence:
 
 @dataclass(frozen=True)
 class SequenceComparer:
-    """Compares sequences of one engine with its reference engine."""
-
     engine: Engine
     reference: ReferenceEngine
 
@@ -68,7 +66,6 @@ class SequenceComparer:
         return self.engine.policy.window is not None or self.engine.policy.latest_tokens(self.engine.shape) is not None
 
     def frees_next(self, sequence: ForcedSequence) -> bool:
-        """Return whether the next token may free a page of the sequence."""
         return self.frees_pages and (len(sequence.tokens) + 1) % PAGE_TOKENS == 0
 
     def observe(self, sequence: ForcedSequence, handle: int) -> None:
@@ -84,8 +81,7 @@ class SequenceComparer:
     def replay(self, sequences: Sequence[ForcedSequence], *, disturbed: bool = True) -> list[tuple[Replay, str]]:
         """Replay sequences together. Tokens that a fork shares with its origin are computed once.
 
-        Returns:
-            (replay, problem) per sequence. If the stored codes have a problem (see `problem`), they are not used.
+        Return (replay, problem) per sequence. If the stored codes have a problem (see `problem`), they are not used.
         """
         problems, chunk = [self.problem(sequence) for sequence in sequences], self.engine.prefill_chunk
         caches = [[] if problem else sequence.layers for sequence, problem in zip(sequences, problems, strict=True)]
@@ -100,7 +96,6 @@ class SequenceComparer:
         return list(zip(self.reference.replay(feds, caches, disturbed=disturbed, origins=origins), problems, strict=True))
 
     def compare(self, sequence: ForcedSequence, replay: Replay, problem: str) -> ComparedSequence:
-        """Compare the rows and the stored vectors of a sequence with its replay."""
         policy, replay = self.engine.policy, replay.tail(len(sequence.logits))
         kl = kl_of_logits(replay.logits, np.stack(sequence.logits))
         by_layer = rounding = tuple[float, ...]()
@@ -205,7 +200,6 @@ class SequenceComparer:
 
 
 def _means(errors: Sequence[dict[Side, Errors]], part: str) -> tuple[float, ...]:
-    """Return the mean error by layer."""
     joined = (torch.cat([getattr(copy, part).flatten() for copy in layer.values()]) for layer in errors)
     return tuple(float(layer.mean().nan_to_num(nan=FAR, posinf=FAR)) for layer in joined)
 

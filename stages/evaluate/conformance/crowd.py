@@ -134,10 +134,7 @@ def full_pool(test: StressTest) -> None:
 
 
 def _start_sleepers(test: StressTest) -> list[int]:
-    """Start idle sequences of one page each, which are never decoded, and return their handles.
-
-    Returns an empty list if the engine cannot fork or limits its sequences, or if ASLEEP_PAGES pages exceed ASLEEP_BYTES.
-    """
+    """Start idle sequences of one page each, which are never decoded; none if the engine cannot hold ASLEEP_PAGES of them."""
     engine = test.engine
     fitting = ASLEEP_BYTES // engine.policy.pool_bytes(engine.shape, 1)
     if engine.max_sequences is not None or not isinstance(engine, SupportsFork) or fitting < ASLEEP_PAGES:
@@ -148,7 +145,6 @@ def _start_sleepers(test: StressTest) -> list[int]:
 
 
 def _kinds(test: StressTest) -> list[ForcedSequence]:
-    """Return the watched requests, which are sent repeatedly."""
     most = test.max_tokens
     shapes = [
         (test.randint(low, high), test.randint(steps // 2, 3 * steps // 2))

@@ -78,10 +78,7 @@ class Deviations:
         - for sequences that exceed the limits of the roundings that are known,
         - for all sequences if medians judge the logits, or once a sequence is suspect.
 
-        All others would also be within the limits of their own rounding.
-
-        Args:
-            done: Called with the number of tokens of each compared sequence.
+        All others would also be within the limits of their own rounding. `done` gets the token count of each sequence.
         """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:
@@ -101,10 +98,7 @@ class Deviations:
         *,
         disturbed: bool,
     ) -> list[ForcedSequence]:
-        """Replay the `chosen` sequences, and compare with each replay the sequences that are alike.
-
-        Returns the chosen sequences whose rounding must still be measured.
-        """
+        """Compare `chosen` sequences and their `alike` ones with replays; return the chosen ones that need a rounding."""
         unclear = []
         for group in group_passes(chosen, shared=True):
             for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):
@@ -185,7 +179,7 @@ def group_passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S
 def far_medians(kl: Mapping[str, Sequence[Array]], allowed: float) -> Iterator[str]:
     """Yield a message for every sequence name whose median KL from the reference engine exceeds `allowed`.
 
-    `kl`: sequence name, "scenario: kind of sequence", -> KL by row in nats. Kinds with few rows are pooled per scenario.
+    `kl`: "scenario: kind of sequence" -> KL by row in nats. Kinds with few rows are pooled per scenario.
     """
     pooled: dict[str, list[Array]] = defaultdict(list)
     for name, rows in kl.items():

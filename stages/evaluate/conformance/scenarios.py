@@ -16,7 +16,6 @@ from stages.evaluate.conformance.walk import CONTINUED, walk
 from stages.policies.policy import PAGE_TOKENS
 
 STEPS = 4
-"""Default number of decode steps of a sequence."""
 
 CLAIMED_STEPS = 12
 """Maximum tokens of the free answer to a prompt as long as the longest sample."""

@@ -17,7 +17,6 @@ class ForcedSequence:
     """A sequence of the forced decode or of the stress test. It grows with every `feed`."""
 
     name: str
-    """Name in failure messages."""
     prompt: list[int]
     ahead: list[int] = field(default_factory=list)
     """Tokens that the stress test still decodes."""
@@ -45,7 +44,6 @@ class ForcedSequence:
 
     @property
     def positions(self) -> list[int]:
-        """Position of each row."""
         return self.fed.rows[-len(self.places) :]
 
     @property
@@ -107,7 +105,6 @@ class ForcedSequence:
 
 
 def count_equal_first(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of equal first tokens."""
     equal, most = 0, min(len(first), len(second))
     while equal < most:  # binary search, because comparing slices is faster than comparing single tokens
         middle = (equal + most + 1) // 2

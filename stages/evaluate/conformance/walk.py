@@ -72,8 +72,6 @@ def walk(test: StressTest) -> None:
 
 
 class Walk:
-    """The live sequences of a random walk, and its operations."""
-
     def __init__(self, test: StressTest, long: list[ForcedSequence]) -> None:
         """Start a conversation that lives to the end of the walk, and most of the long prompts, in one call."""
         self.test, self.rng = test, test.rng
@@ -154,11 +152,7 @@ class Walk:
                 self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
-        """Decode all rows twice, or a random subset of the rows once.
-
-        All rows are decoded in the order of the last step, then in a new order. Before half of the subsets, two
-        batches of half the rows each are decoded in turns.
-        """
+        """Decode all rows twice, or a random subset of the rows once, half the time after two batches that decode in turns."""
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
         orders = self._orders(same)
         if self.rng.random() < 1 / 2:
@@ -197,11 +191,7 @@ class Walk:
         return [rows[place] for place in self.rng.permutation(len(rows))]
 
     def alone(self) -> None:
-        """Decode each row in a batch of one, first in order of rising length, then of falling length.
-
-        In this order, consecutive rows often have equally many pages. Each time, a row decodes a common token with
-        probability 1/2.
-        """
+        """Decode each row alone, by rising, then falling length, so that consecutive rows often have equally many pages."""
         rows, common = sorted(self.rows, key=lambda row: len(row.tokens)), self.test.draw(1)
         for row in [*rows, *rows[::-1]]:
             row.ahead = common * (self._room(row) > 0 and self.rng.random() < 1 / 2)
@@ -247,15 +237,7 @@ class Walk:
             self.test.extend(row, count if isinstance(chunk, int) else chunk[:count])
 
     def fork(self) -> None:
-        """Fork a row several times, or make a chain of forks.
-
-        Variations, each drawn at random:
-
-        - A first fork decodes with the row, or decodes alone after a turn, and ends before the other forks start. After such a
-          turn, the row gets a turn, too.
-        - The row ends before its forks decode.
-        - The forks begin with turns of equal length, some with equal tokens, or with a decode step in one batch with the row.
-        """
+        """Fork a row several times, or make a chain of forks. Turns, ends and first decode steps vary at random."""
         row = min(self._pick(), self._pick(), key=lambda row: len(row.tokens))  # forks of short rows cost less
         chain, count = self.rng.random() < 1 / 3, self.test.randint(1, FORKS_AT_ONCE)
         self._make_room(count, row)
@@ -282,7 +264,6 @@ class Walk:
             self._decode(self._mixed([member for member in (row, *children) if member in self.rows]))
 
     def _fork(self, row: ForcedSequence) -> ForcedSequence:
-        """Return a fork; the row itself if the engine cannot fork or has no room."""
         if not isinstance(self.test.engine, SupportsFork) or len(self.rows) >= self.test.largest:
             return row
         self.rows.append(self.test.fork(row, row.name if row.name.endswith("forked") else f"{row.name}, forked"))

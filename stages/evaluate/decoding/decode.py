@@ -33,7 +33,6 @@ class DecodedToken:
     """A reference token that one row of a step predicts."""
 
     sample: int
-    """Index of the sample."""
     position: int
     """Position in the sample's reference, from 0."""
     greedy: int
@@ -81,7 +80,6 @@ class StoppingCriteria:
         return len(item.prompt) + max(len(item.reference), self.limit(item))
 
     def without_stop(self, answer: Sequence[int]) -> list[int]:
-        """Return an answer without its stop token."""
         return list(answer[:-1] if answer and answer[-1] in self.stop_tokens else answer)
 
     def with_stop(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
@@ -147,10 +145,7 @@ def _decode_in_one_pass(
     batch_size: int,
     after_prefill: Callable[[], None] | None,
 ) -> Iterator[DecodeStep | SampleResult]:
-    """Compute all positions of a sample in one pass. The last reference token is scored but not fed.
-
-    An engine that serves whole requests computes up to `batch_size` samples together, other engines one at a time.
-    """
+    """Compute all positions of a sample in one pass, or of `batch_size` samples if the engine serves whole requests."""
     if after_prefill is not None:
         after_prefill()
     in_requests = isinstance(engine, SupportsRequests)
@@ -193,7 +188,6 @@ def _add_answers(
     batch_size: int,
     stopping: StoppingCriteria,
 ) -> Iterator[DecodeStep | SampleResult]:
-    """Yield the forced-decode events, then generate the answers that differ from the reference."""
     deviating: set[int] = set()
     forced: dict[int, SampleResult] = {}
     for event in events:
@@ -233,7 +227,6 @@ class _SampleSequence:
     sample: _RunningSample
     handle: int
     input_token: int
-    """Input token of the next decode step."""
     position: int = 0
     """Position of the token that the next step predicts."""
     free: bool = False
@@ -286,7 +279,6 @@ class Batch:
             yield from self._advance(greedy)
 
     def _fill(self) -> None:
-        """Admit waiting forks to the batch, then the next samples."""
         while self.forks and len(self.live) < self.batch_size:
             self.live.append(self.forks.popleft())
         admitted = [self.queue.popleft() for _ in range(min(self.batch_size - len(self.live), len(self.queue)))]
@@ -319,7 +311,6 @@ class Batch:
         return handle
 
     def _advance(self, tokens: Sequence[int]) -> Iterator[SampleResult]:
-        """Set the next input of all sequences, release ended sequences, and yield finished samples."""
         unfinished: list[_SampleSequence] = []
         ended: list[_SampleSequence] = []
         for sequence, token in zip(self.live, tokens, strict=True):
@@ -358,7 +349,6 @@ class Batch:
         return True
 
     def _feed_answer(self, sequence: _SampleSequence, token: int) -> bool:
-        """Feed the most likely token; return whether the answer continues."""
         assert self.stopping is not None
         assert sequence.sample.answer is not None
         sequence.input_token = token

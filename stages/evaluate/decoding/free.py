@@ -33,7 +33,6 @@ def free_answers(
     Args:
         batch_size: Maximum prompts that are answered together. At most two thirds of the samples start together, so that the
             others wait and join a running batch.
-        progress: Called with the number of answers generated or forced, and the total (twice the number of samples).
         decoded: Answers of the same engine from `decode`, by sample; None for a sample without an answer.
     """
 
@@ -73,10 +72,7 @@ def free_answers(
 
 
 def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> tuple[int, float] | None:
-    """Return the first row whose chosen token is not the most likely token, even within rounding; None if there is no such row.
-
-    The result also has the gap between the logits of the most likely token and of the chosen token.
-    """
+    """Return the first row whose chosen token is not the most likely within rounding, and their logits' gap; else None."""
     gaps = logits_BV.max(axis=1) - np.take_along_axis(logits_BV, np.array(chosen)[:, None], axis=1)[:, 0]
     tie = np.maximum(TIE * logits_BV.std(axis=1), engine.logit_step * np.abs(logits_BV).max(axis=1))
     places = np.flatnonzero(~(gaps <= tie))

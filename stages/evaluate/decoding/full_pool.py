@@ -34,10 +34,7 @@ NamedRequest = tuple[str, ForcedRequest]
 
 
 def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> FullPool | None:
-    """Send requests made of samples to an engine with a small pool; return None if `count` is 0.
-
-    If the engine's pool cannot be made small, the record has no requests.
-    """
+    """Send requests made of samples to an engine with a small pool, if it can have one; return None if `count` is 0."""
     if not count:
         return None
     if not isinstance(engine, SupportsFullPool):
@@ -91,10 +88,7 @@ def fill_pool(
 
 
 def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequence[ServedRequest]) -> float:
-    """Return the noise floor: the largest mean KL of any request that is sent again, in a small group, to the large pool.
-
-    The KL is measured from the first answers, `uncrowded`. The result is 0 if a logit is not finite.
-    """
+    """Return the largest mean KL of a request that is sent again, in a small group, to the large pool; 0 if not finite."""
     assert isinstance(engine, SupportsFullPool)
     if engine.reads_itself:  # such an engine recomputes a preempted request as one prompt
         requests = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in requests]

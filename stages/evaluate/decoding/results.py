@@ -20,11 +20,9 @@ class SampleResult:
     """The result of a sample whose sequences have all ended."""
 
     sample: int
-    """Index of the sample."""
     answer: tuple[int, ...] | None
     """Greedy answer including its stop token; None if the sample is not judged or no answer was requested."""
     trace: Exercised
-    """Engine features that the sample exercised."""
     statistics: StepStatistics = field(default_factory=lambda: StepStatistics.from_tokens([]))
     """Statistics of the sample's reference tokens; empty until the steps are scored."""
 
@@ -73,7 +71,6 @@ class ResultFolder:
         return results
 
     def logprobs(self, sample: int) -> SampleLogProbs:
-        """Return the saved log-probabilities of a sample."""
         (path,) = self.directory.glob(f"{sample}-*.safetensors")
         arrays = load(path.read_bytes())
         return SampleLogProbs(**{name: arrays[name] for name in LOGPROB_ARRAYS})

@@ -39,7 +39,6 @@ def probability(nll: Array, item: EncodedSample) -> float:
 
 
 def _acceptance(baseline: JudgedAnswer, candidate: JudgedAnswer) -> dict[str, Acceptance]:
-    """Return the acceptance by drafter, for drafters that both engines used."""
     return {
         name: Acceptance(
             baseline_tokens=baseline.passes[name][0],

@@ -38,7 +38,6 @@ class Round(BaseModel):
 
     policy: str
     takes_effect: dict[str, int] = {}
-    """See `KVPolicy.takes_effect`."""
     coverage: Exercised
     conformance: EngineConformance | None = None
     """Conformance in the first round, if the engine has a reference engine."""
@@ -49,7 +48,6 @@ class Round(BaseModel):
     right_answers: dict[str, list[int]] = {}
     """Tokens of the baseline's own right answers that replace references, by sample id. Empty for candidates."""
     answers: dict[str, JudgedAnswer]
-    """Answers by id of the judged sample."""
     statistics: dict[str, InstanceOf[StepStatistics]] = Field(exclude=True, default={})
     """Statistics of the scored tokens by sample id."""
 
@@ -59,7 +57,6 @@ class Round(BaseModel):
         return [item.with_answer(answers[item.sample.id]) if item.sample.id in answers else item for item in encoded]
 
     def write(self, out: Path) -> None:
-        """Write the files that `read_round` reads."""
         # A sample may be called __metadata__, which safetensors keeps for itself.
         arrays = {f"{name}{STEPS}": steps.stacked() for name, steps in self.statistics.items()}
         save_file(arrays, str(out / STATISTICS))
@@ -67,7 +64,6 @@ class Round(BaseModel):
 
 
 def read_round(directory: Path) -> Round:
-    """Read the files that `Round.write` wrote."""
     stored = Round.model_validate_json((directory / ROUND).read_text(encoding="utf-8"))
     arrays = load_file(str(directory / STATISTICS))
     statistics = {name.removesuffix(STEPS): StepStatistics.from_stacked(rows) for name, rows in arrays.items()}
@@ -89,20 +85,15 @@ class MeasuredOnce(BaseModel):
     """Distribution of keys and values; candidates with a reference engine only."""
 
     def write(self, out: Path) -> None:
-        """Write ONCE into a directory."""
         (out / ONCE).write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> "MeasuredOnce":
-        """Read ONCE from a directory."""
         return cls.model_validate_json((directory / ONCE).read_text(encoding="utf-8"))
 
 
 def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
-    """Raise CannotBeJudged if the mean probability of a workload's right answers is below `minimum`.
-
-    `measured`: the baseline's first round. The check runs before any candidate does.
-    """
+    """Raise CannotBeJudged if the mean probability of a workload's right answers in `measured` is below `minimum`."""
     workloads: dict[str, list[tuple[Sample, JudgedAnswer, float]]] = {}
     for item in measured.scored(encoded):
         sample = item.sample

@@ -21,7 +21,6 @@ from stages.verdict.report import SystemMetrics
 from stages.workloads.config import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS, LoadConfig
 
 SEED = 0
-"""Seed of the prompts, which are random tokens."""
 STATM = Path("/proc/self/statm")
 """Linux file that reports the resident memory pages of this process."""
 

@@ -73,10 +73,7 @@ def calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...
 
 
 def well_formed(sample: Sample, text: str) -> bool | None:
-    """Return whether a generated text is strict JSON, and calls a declared tool if the check is "tool_call".
-
-    None if the sample's check requires no form.
-    """
+    """Return whether a text is strict JSON, and a call of a declared tool if needed; None if the check requires no form."""
     if sample.check not in ("json", "tool_call"):
         return None
     try:

@@ -72,10 +72,7 @@ def fit_lengths(samples: Sequence[Sample], tokenizer: PromptTokenizer, config: W
 def _longest(
     documents: Sequence[Slot], tokenizer: PromptTokenizer, config: WorkloadsConfig
 ) -> tuple[dict[Slot, int], dict[Slot, int]]:
-    """Return two maps by document: the index of its longest question, and the tokens of that question without any prose.
-
-    Raises UserError if a length leaves less than a page for prose.
-    """
+    """Return two maps by document: the index of its longest question, and the tokens of that question without any prose."""
     sizes = _sizes([sample for document in documents for sample in make_questions(document, 0)], tokenizer, config)
     by_document = {document: sizes[i * LONG_QUESTIONS : (i + 1) * LONG_QUESTIONS] for i, document in enumerate(documents)}
     bare = {document: max(lengths) for document, lengths in by_document.items()}

@@ -12,17 +12,11 @@ PASS needs 15 documents anyway, the default of `gates.min_samples`."""
 
 
 def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
-    """Divide samples into rounds of similar composition.
+    """Divide samples into rounds of similar composition. `shares`: cumulative share of the samples, by round, ascending to 1.
 
     Every workload and difficulty is divided in proportion to the shares, as closely as possible without splitting a document.
-    The order of the samples affects only their order within a round: a file sorted by difficulty gives the same rounds.
-
-    Args:
-        shares: Cumulative share of the samples, by round, ascending to 1.
-
-    Returns:
-        The samples by round, in their original order. The first round has FIRST_ROUND judged samples of every workload, or all
-        of a smaller workload. A round without samples is left out.
+    The order of the samples affects only their order within a round: a file sorted by difficulty gives the same rounds. The
+    first round has FIRST_ROUND judged samples of every workload, or all of a smaller workload. Empty rounds are left out.
     """
     documents: dict[str, Counter[tuple[str, str]]] = {}
     for sample in samples:

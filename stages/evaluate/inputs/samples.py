@@ -62,11 +62,8 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     """Return all samples of an evaluation: generated samples, long documents, GSM8K, then the user's JSONL file.
 
     The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts. Long
-    documents are therefore not cut yet; `lengths.fit_lengths` does that.
-
-    Raises:
-        UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem` per problem.
-        MissingRequirement: GSM8K is configured but not installed.
+    documents are therefore not cut yet; `lengths.fit_lengths` does that. Raises UserError with a line `FILE:LINE: key: problem`
+    per problem of the user's file; MissingRequirement if GSM8K is configured but not installed.
     """
     # Use the order of the Workload type, not of the configuration, because the workloads' digest depends on the order.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
@@ -124,7 +121,6 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
 
 
 def _list_problems(path: Path, lines_by_problem: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return a line per problem with its first line of the file, at most MAX_PROBLEMS of them."""
     listed = []
     for problem, (first, *others) in list(lines_by_problem.items())[:MAX_PROBLEMS]:
         more = f" (also in {len(others):,} more line{'s' if len(others) > 1 else ''})" if others else ""
@@ -152,7 +148,6 @@ def _free_id(wanted: str, used: Collection[str]) -> str:
 
 
 def _sample(text: str) -> Sample:
-    """Return the sample of a line, with an empty id if the line has none."""
     try:
         value = strict_json(text)
     except (ValueError, RecursionError) as error:
@@ -172,7 +167,6 @@ def _sample(text: str) -> Sample:
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
-    """Yield `key: problem (got value)` for each error that pydantic reports."""
     for problem in error.errors(include_url=False):
         key, kind, text = ".".join(map(str, problem["loc"])), problem["type"], problem["msg"]
         if kind == "too_short" and problem["input"]:

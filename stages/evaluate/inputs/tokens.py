@@ -58,7 +58,6 @@ class BundleTokenizer:
         return all_prompt_ids(self._tokenizer, samples)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Return the token ids of one sample's prompt."""
         return self.all_prompt_ids([sample])[0]
 
     def text_ids(self, text: str) -> list[int]:
@@ -87,8 +86,6 @@ class BundleTokenizer:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A tokenized sample."""
-
     sample: Sample
     prompt: tuple[int, ...]
     reference: tuple[int, ...]
@@ -233,15 +230,11 @@ def write_encoded(items: list[EncodedSample], out: Path) -> None:
 
 
 def read_encoded(directory: Path) -> list[EncodedSample]:
-    """Read the file that `write_encoded` wrote."""
     return _ENCODED.validate_json((directory / ENCODED).read_bytes())
 
 
 def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config: WorkloadsConfig) -> list[EncodedSample]:
-    """Cut and encode the samples of an evaluation, and divide them into rounds.
-
-    Raises UserError like `fit_lengths` and `encode`.
-    """
+    """Cut and encode the samples of an evaluation, and divide them into rounds. Raises as `fit_lengths` and `encode`."""
     samples = fit_lengths(samples, tokenizer, config)
     rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
     numbers = {sample.id: number for number, chosen in rounds for sample in chosen}
