@@ -41,7 +41,6 @@ MIN_T_DOCUMENTS = 36
 POWER = 0.9
 """Probability that the number of documents from `Mean.needed_documents` suffices for a decision."""
 BISECTIONS = 14
-"""Bisection steps of `_crossing`."""
 
 
 def document_sums(documents: Sequence[str], *columns: npt.ArrayLike) -> list[Array]:
@@ -105,12 +104,10 @@ class Mean:
 
     @property
     def cap(self) -> float:
-        """Highest value that the stakes on a PASS allow for."""
         return OUTLIER * self.limit if self.worst is None else self.worst
 
     @property
     def stakes(self) -> tuple[float, ...]:
-        """Stakes on a PASS."""
         return UNCAPPED_STAKES if self.uncapped else PASS_STAKES
 
     def pass_gains(self, limit: float) -> Array:
@@ -119,7 +116,6 @@ class Mean:
         return np.asarray((limit - capped) / (self.cap - self.limit))
 
     def fail_gains(self, limit: float) -> Array:
-        """Return the gains of a bet that the mean is above `limit`, by document."""
         return np.asarray((self.values - limit) / (self.limit - self.best))
 
     def fails(self, level: float) -> Decisions:

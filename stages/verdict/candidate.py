@@ -12,9 +12,7 @@ from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
-"""Fields of a candidate that come from its verdict."""
 CITED = ("engine", "baseline", "report", "identity")
-"""Fields of a candidate that cite evidence."""
 
 
 class Cited(StrictModel):
@@ -33,8 +31,6 @@ class Cited(StrictModel):
 
 
 class Candidate(StrictModel):
-    """A judged engine, and the evidence that its promotion cites."""
-
     name: str
     """Display name, unique within a sweep: the policy, then the candidate's other overrides."""
     policy: str

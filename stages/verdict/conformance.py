@@ -145,8 +145,6 @@ class Explanation(Record):
 
 
 class EngineConformance(Record):
-    """The comparison of an engine with its reference engine."""
-
     policy: str
     requests: list[ComparedRequest]
     limit: float = ALLOWED

@@ -22,9 +22,7 @@ class Exercised:
     longest_context: int = 0
     """Maximum tokens of a sequence at a decode step, including the step's own token."""
     longest_decode: int = 0
-    """Maximum decoded tokens of a sequence."""
     batch: int = 0
-    """Maximum sequences in a decode step."""
     room: int = 0
     """Maximum tokens of a sample plus its longest allowed answer. An engine must be built for this length to run the sample."""
     forks: int = 0
@@ -33,21 +31,13 @@ class Exercised:
     """Number of samples that continued a fork of a document which was prefilled once."""
 
     def note_step(self, prompt: int, position: int, batch: int) -> None:
-        """Record a decode step of a sample.
-
-        Args:
-            prompt: Tokens of the prompt.
-            position: Index of the answer's token that the step predicts. The step's input is the previous token: for
-                position 0 the last token of the prompt.
-            batch: Number of sequences in the step.
-        """
+        """Record a decode step. It predicts the token at `position` of the answer; its input is the token before."""
         self.longest_context = max(self.longest_context, prompt + position)
         self.longest_decode = max(self.longest_decode, position + 1)
         self.batch = max(self.batch, batch)
 
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
-        """Return the maxima and sums over all parts."""
         maxima = ("longest_context", "longest_decode", "batch", "room")
         return Exercised(
             **{name: max((getattr(part, name) for part in parts), default=0) for name in maxima},
@@ -67,16 +57,12 @@ class Limits(Record):
     stress_decoded: int = 0
     """Maximum decoded tokens of a sequence of the stress test, whose tokens are random."""
     stress_share: float = 1.0
-    """Share of the stress test that ran."""
     features: tuple[str, ...] = ()
     """Other features that were exercised: turns, forks, a full pool."""
 
     @classmethod
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
-        """Return the limits that an engine was built for, from its bundle.json.
-
-        Only TensorRT plans and bundles of engines in other interpreters record limits.
-        """
+        """Return the limits in a bundle.json. Only TensorRT plans and bundles of engines in other interpreters have any."""
         return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
 
     def __str__(self) -> str:

@@ -20,9 +20,7 @@ class StressResult(Record):
     tokens: int = 0
     """Tokens of the longest sequence."""
     decoded: int = 0
-    """Maximum decoded tokens of a sequence."""
     batch: int = 0
-    """Maximum sequences in a decode step."""
     page_offsets: int = 0
     """Number of offsets within a page for which a token was compared."""
     forks: int = 0
@@ -37,11 +35,9 @@ class StressResult(Record):
     turns: int = 0
     """Number of prompt chunks that were added to sequences after decoding."""
     steps: int = 0
-    """Decode steps of the engine."""
     preempted: int = 0
     """Number of times that a full pool preempted a request, which was then recomputed."""
     seed: int = 0
-    """Random seed of the tokens, lengths and order."""
     share: float = 1.0
     """Share of the test that ran; below 1 if the user's own questions are few."""
 
@@ -73,7 +69,6 @@ class FullPool(Record):
     requests: int = 0
     """Number of compared requests over all rounds; 0 for an engine whose pool cannot be made small."""
     pages: int = 0
-    """Pages of the pool."""
     wanted_pages: int = 0
     """Pages that all requests of a round need without sharing."""
     preempted: int = 0

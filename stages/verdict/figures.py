@@ -19,16 +19,13 @@ class GateInput:
 
     report: EvaluationReport
     rows: Sequence[SampleRow]
-    """The samples of the rounds that are judged."""
 
     @property
     def judged(self) -> list[SampleRow]:
-        """The samples that have answers."""
         return [row for row in self.rows if row.judged]
 
 
 def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
-    """Return the samples by workload, sorted by the workload's name."""
     workloads: dict[str, list[SampleRow]] = {}
     for row in rows:
         workloads.setdefault(row.workload, []).append(row)
@@ -57,7 +54,6 @@ class Figure:
     where: str
     mean: Mean
     threshold: float
-    """Threshold as configured."""
     label: str = ""
     to_shown: Callable[[float], float] = float
     """Converts a mean to the unit of the threshold, for messages."""
@@ -68,7 +64,6 @@ class Figure:
     """Number of requests, if the figure is a share of faulty requests and no request is faulty; else 0. MIN_SOUND_REQUESTS
     sound requests are enough for a PASS."""
     bet_share: float = 1.0
-    """Share of a PASS's level for the bet."""
     student_share: float = 0.0
     """Share of a PASS's level for Student's t at the last look."""
 
@@ -80,7 +75,6 @@ class Figure:
         return replace(result, decision="PASS") if passes else result
 
     def check(self, result: Result) -> Check:
-        """Return the verdict line for a test's result."""
         value = self.to_shown(result.value)
         bound = self.to_shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]

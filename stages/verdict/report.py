@@ -71,12 +71,10 @@ class SampleRow(Record):
     round: Count = 1
     """Round that ran the sample, from 1. A sequential evaluation stops once its gates have decided."""
     acceptance: dict[str, Acceptance] = Field(default={})
-    """Acceptance counts of the two answers, by drafter."""
     baseline_probability: Probability = None
     """Probability of the right answer under the baseline: the product over the scored tokens. Null if the sample has no right
     answer, or if a token's probability is not finite."""
     candidate_probability: Probability = None
-    """Probability of the right answer under the candidate."""
     right_answer: Literal["reference", "baseline"] = "reference"
     """Wording of the right answer that was scored: the reference's, or the baseline's own."""
 
@@ -108,14 +106,12 @@ class Accuracy(Record):
     baseline_probability: Number = None
     """Mean probability of the right answer under the baseline; null if any sample has none."""
     candidate_probability: Number = None
-    """Mean probability of the right answer under the candidate."""
 
     @classmethod
     def from_rows(cls, judged: Sequence[SampleRow]) -> "Accuracy":
         """Count the answers to judged samples; `judged` must not be empty."""
 
         def mean(name: str) -> float | None:
-            """Return the mean of a field; None if a value is missing."""
             values = [value for row in judged if (value := getattr(row, name)) is not None]
             return sum(values) / len(values) if len(values) == len(judged) else None
 
@@ -146,7 +142,6 @@ class Slice(Record):
     accuracy: Accuracy | None
     fidelity: Fidelity
     acceptance: dict[str, Acceptance] = Field(default={})
-    """Acceptance counts by drafter."""
 
     @property
     def place(self) -> str:
@@ -226,7 +221,6 @@ class EvaluationReport(Record):
     """sha256 over all encoded samples: prompts, references, checks and documents."""
     samples: int
     planned_rounds: Count
-    """Number of planned rounds, including rounds that did not run."""
     planned_workloads: dict[str, bool]
     """Planned workload, even if it did not run yet -> whether its samples have answers."""
     slices: list[Slice]
@@ -241,7 +235,6 @@ class EvaluationReport(Record):
     candidate_noise: Fidelity | None = None
     """Distance of the candidate from itself in another batch composition."""
     coverage: Exercised | None = None
-    """Lengths and batches of the samples on the decode path."""
     tests: EngineTests
     baseline_tests: EngineTests
     cache: list[CacheStatistics] = Field(default=[])
@@ -257,7 +250,6 @@ class EvaluationReport(Record):
 
     @property
     def overall(self) -> Slice:
-        """The slice of all samples."""
         total = self.slice()
         assert total is not None, "a report always has the slice of all samples"
         return total

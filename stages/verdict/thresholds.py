@@ -11,7 +11,6 @@ MAX_SAMPLES = 1_000_000
 """Maximum number of samples that an INCONCLUSIVE suggests; messages say "over a million" for it."""
 
 MAX_ATTEMPTS = 20
-"""Maximum of `gates.attempt`."""
 
 ALPHA = 0.05
 """Error probability: of a wrong PASS of one gate over all looks and attempts, and of a wrong FAIL over all looks and gates."""

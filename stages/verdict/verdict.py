@@ -22,7 +22,6 @@ class Gate(StrEnum):
     """The kinds of verdict lines, in the order of a verdict. A threshold under `gates.` has the key of its line."""
 
     heading: str
-    """Heading of the line in reports and messages."""
     samples_decide: bool
     """Whether more samples can decide an INCONCLUSIVE line."""
 
@@ -54,8 +53,6 @@ class Gate(StrEnum):
 
 
 class Check(Record):
-    """One line of the verdict's table."""
-
     gate: Gate
     where: str
     """Subject of the line: "all", a workload, a context bin (`workload [low, high)`), or a workload and a drafter. Tests of an
@@ -87,15 +84,12 @@ class Check(Record):
 
 
 class Verdict(Record):
-    """The decision of the gates, and its reasons."""
-
     status: Status
     reasons: list[str]
     """Reasons of the failed checks for a FAIL, and of the inconclusive checks for an INCONCLUSIVE. A PASS lists the reasons of
     the checks on recovery, or of all checks if none is about recovery."""
     checks: list[Check]
     warnings: list[str] = Field(default=[])
-    """Reasons of the checks with a WARNING, which do not affect the verdict."""
     samples_needed: dict[str, int]
     """For an INCONCLUSIVE verdict: workload, or "all" -> samples that would decide the next attempt if the rates stay the same.
     This includes workloads that passed but would be open in the next attempt, which has a smaller share of ALPHA."""
@@ -104,4 +98,3 @@ class Verdict(Record):
     covered: str | None = None
     """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
     rules: int = RULES
-    """`RULES` of the gates that decided."""

@@ -77,7 +77,6 @@ def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
 
 
 def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[Check]:
-    """Yield the lines of all figures at the look after round `number`."""
     rounds = evidence.report.planned_rounds
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
     figures = [figure for get_figures in FIGURES for figure in get_figures(evidence, thresholds)]
@@ -117,11 +116,7 @@ def _add_advice(check: Check, numbers: Mapping[str, int], attempt: int | None) -
 
 
 def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) -> Verdict:
-    """Return the verdict. Its status is the worst status of all checks.
-
-    Its reasons come from the checks with this status. A PASS gives only the reasons of the checks on recovery, if there are
-    any.
-    """
+    """Return the verdict with the worst status of all checks. A PASS gives only the reasons on recovery, if there are any."""
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"

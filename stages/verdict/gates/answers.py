@@ -91,7 +91,6 @@ class Recovery(Figure):
         return Check.of(self.gate, self.where, status=status, text=text, value=value, threshold=self.threshold, bound=bound)
 
     def _kept(self, loss: float) -> float:
-        """Return the kept share of the baseline's probability; NaN if the baseline has none."""
         return 1 - loss / self.baseline if self.baseline > 0 else math.nan
 
 
@@ -106,11 +105,8 @@ def samples_needed(evidence: GateInput, later: Thresholds, still_open: Collectio
     """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
 
     A workload that passed is included if the next attempt needs more samples of it, because that attempt has a smaller share of
-    ALPHA. A workload that the baseline rarely gets right is left out, because more samples would not help.
-
-    Args:
-        later: The thresholds of the next attempt.
-        still_open: Workloads, or ALL, whose recovery is inconclusive.
+    ALPHA. A workload that the baseline rarely gets right is left out, because more samples would not help. `still_open` are the
+    workloads, or ALL, whose recovery is inconclusive.
     """
     figures = list(recovery(evidence, later)) if still_open else []
     if not figures or figures[0].is_weak:

@@ -12,7 +12,6 @@ from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Threshol
 from stages.verdict.verdict import ALL, Check, Gate
 
 TAIL_SHARE = 0.001
-"""Maximum share of tokens with a KL above FAR_KL."""
 
 
 def distances(
@@ -54,7 +53,6 @@ def shows_none_ruined(documents: int, requests: int, thresholds: Thresholds) -> 
 
 
 def _ruined_share(values: Array, thresholds: Thresholds, *, sound_requests: int, label: str = "") -> Figure:
-    """Return the figure on the share of ruined requests. `values`: the share by document."""
     limit = thresholds.max_ruined_share
     mean = Mean(values, limit, worst=1.0)
     return Figure(gate=Gate.RUINED, where=ALL, mean=mean, threshold=limit, label=label, sound_requests=sound_requests)
@@ -81,10 +79,7 @@ def outlier_shares(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figu
 
 
 def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
-    """Yield a PASS if a gate on distances fails the engine with corrupted key scales, otherwise a FAIL.
-
-    Logits that are not finite also fail a gate. A control that did not run is a FAIL.
-    """
+    """Yield a PASS if a gate on distances fails the engine with corrupted key scales, otherwise or without a run a FAIL."""
     rows = evidence.report.control.rows
     tested = [figure.mean for figure in distances(rows, thresholds)] if rows else []
     kl = float(tested[0].values.mean()) if tested else math.nan

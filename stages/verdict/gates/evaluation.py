@@ -12,7 +12,6 @@ from stages.verdict.thresholds import FAR_KL, Thresholds
 from stages.verdict.verdict import ALL, Check, Gate, Status
 
 REQUIRED_NUMBERS = ("mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap")
-"""Fields of a row that must be finite."""
 RECOMMENDED_DOCUMENTS = 60
 """Documents per workload that docs/questions.md recommends: fewer suffice only for a cache that loses nearly nothing."""
 UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
@@ -48,10 +47,7 @@ def _is_complete(row: SampleRow) -> bool:
 
 
 def documents(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
-    """Yield INCONCLUSIVE for planned workloads that did not run yet.
-
-    If no sample has an answer, also check the number of documents over all workloads together.
-    """
+    """Yield INCONCLUSIVE for planned workloads that did not run yet, and check the documents if no sample has an answer."""
     workloads = {row.workload for row in evidence.rows}
     judged = {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
