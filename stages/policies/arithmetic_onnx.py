@@ -51,7 +51,6 @@ class Body:
         self._count = 0
 
     def fresh(self) -> str:
-        """Return an unused name."""
         self._count += 1
         return f"t{self._count}"
 
@@ -78,7 +77,6 @@ class Body:
         return self._constants[key]
 
     def real(self, value: npt.ArrayLike) -> str:
-        """Return a constant in the compute dtype."""
         return self.const(value, NUMPY_FLOATS[self.compute])
 
     def ints(self, value: int | Sequence[int]) -> str:
@@ -90,7 +88,6 @@ class Body:
         return self.op("Reshape", x, self.ints(list(shape)))
 
     def to_compute(self, x: str) -> str:
-        """Append a Cast to the compute dtype."""
         return self.op("Cast", x, to=FLOAT_TYPES[self.compute])
 
     def from_activations(self, x: str) -> str:
@@ -119,7 +116,6 @@ class Body:
 
 
 def layer_function(name: str, layer: int) -> str:
-    """Return the name of a layer's function."""
     return f"{name}_{layer}"
 
 
@@ -138,7 +134,6 @@ class GraphOptions:
     static: bool
     """Whether all scales are fixed at build time."""
     scale: str
-    """Name of the static scale, if it exists."""
     zero: str
 
 
@@ -173,7 +168,6 @@ class Graph(ABC):
         """
 
     def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:  # noqa: ARG002
-        """Gather the values of the pages' stored scales or zeros."""
         return gather(pool, options.groups)
 
 
@@ -275,7 +269,6 @@ KINDS: dict[str, type[Graph]] = {"exact": ExactGraph, "float": FloatGraph, "inte
 
 
 def onnx_type(element: Element) -> int:
-    """Return the ONNX enum value of an element type."""
     kind: int = onnx.TensorProto.DataType.Value(element.onnx)
     return kind
 

@@ -157,7 +157,6 @@ KINDS: dict[str, type[Arithmetic]] = {"exact": Exact, "float": Float, "integer":
 
 
 def groups_of(x: Tensor, groups: int) -> Tensor:
-    """Reshape (..., D) to (..., groups, D / groups)."""
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
@@ -173,7 +172,6 @@ def constant(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def dequantize_affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return codes * scale + zero."""
     return codes * scale if zero is None else codes * scale + zero
 
 

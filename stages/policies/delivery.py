@@ -14,7 +14,6 @@ from stages.policies.policy import Side
 Scales = dict[Side, tuple[float, ...]]
 """Static scales of one layer; a side without scales is absent."""
 ScaleChangeKind = Literal["missing", "defaulted", "merged", "swapped", "changed"]
-"""Kinds of changes to a scale between checkpoint and engine."""
 
 MAX_DIFFERENCE = 2.0**-9
 """Relative difference up to which scales are equal: vLLM rounds scales in ModelOpt's form to the model's 16-bit type."""

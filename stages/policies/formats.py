@@ -156,10 +156,7 @@ class Format(StrictModel):
         return self.code.scale_storage.bytes + (0 if zero is None else zero.bytes)
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
-        """Return why this format does not support heads of `head_dim` channels; None if it does.
-
-        The reason begins with the field's name and ends with the fix.
-        """
+        """Return why this format does not support heads of `head_dim` channels: field, problem, fix; None if it does."""
         if self.group_size is not None and head_dim % self.group_size:
             choice = "choose one that does, or granularity=per_token"
             return f"group_size={self.group_size} does not divide the model's head_dim {head_dim}; {choice}"
@@ -173,7 +170,6 @@ class Format(StrictModel):
 
 
 def _text(value: object) -> str:
-    """Return a value as in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

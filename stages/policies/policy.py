@@ -306,11 +306,7 @@ class KVPolicy(StrictModel):
         return tokens
 
     def check_shape(self, shape: KVShape) -> None:
-        """Raise UserError if the policy does not fit the model.
-
-        A format may not support the model's head_dim, or an override may name a layer that the model lacks. A policy with an
-        `eviction` does not fit a model with sliding windows.
-        """
+        """Raise UserError if the policy does not fit the model."""
         if self.eviction is not None and shape.windows:
             sliding = sum(window is not None for window in shape.windows)
             raise UserError(

@@ -51,6 +51,5 @@ class KVScales(StrictModel):
 
 
 def write_policy(directory: Path, policy: KVPolicy, scales: KVScales) -> None:
-    """Write `kv_policy.json` and `kv_scales.json`."""
     for name, record in ((POLICY_FILE, policy), (SCALES_FILE, scales)):
         (directory / name).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -58,7 +58,6 @@ class Spec:
     """Largest magnitude of a symmetric code; symmetric scale = amax / limit."""
 
     scale_storage: Element = FLOAT16
-    """Type of stored scales."""
     zero_storage: Element | None = FLOAT16
     """Type of stored zero points of asymmetric codes; None if bits of the scale hold the zero point."""
     block: int | None = None
@@ -68,7 +67,6 @@ class Spec:
     """Scale of the block with the largest magnitude in the calibration texts, in units of the layer's scale."""
 
     arithmetic: str = "kvgate"
-    """Library whose rounding is reproduced."""
     refines: tuple[str, bool, str] = ("", True, "none")
     """For another library's arithmetic: the dtype whose codes it uses, whether they are symmetric, and the rotation."""
     dynamic_group: int | None = None
@@ -86,7 +84,6 @@ class Spec:
     vllm: Mapping[str, str] = field(default_factory=dict)
     """Granularity -> vLLM's cache type with identical arithmetic."""
     llamacpp: str | None = None
-    """llama.cpp's cache type."""
     vllm_by_key_format: Mapping[str, str] = field(default_factory=dict)
     """For formats of values: format of the keys -> vLLM's cache type for the pair."""
     sglang: str | None = None

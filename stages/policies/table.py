@@ -5,7 +5,6 @@ from typing import Literal
 from stages.policies.spec import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, PACKED, Element, Spec
 
 FP16 = Spec("fp16", "exact", 16, FLOAT16, native=(0, None), llamacpp="f16")
-"""Format of the baseline's cache."""
 BF16 = Spec("bf16", "exact", 16, BFLOAT16, native=(1, None))
 """The range of float32 with 8 bits of precision."""
 FP8_E4M3 = Spec(
@@ -60,7 +59,6 @@ NVFP4 = Spec(
 names the format, but its export writes amax / 448 as the layer's scale, whereas its quantizer uses amax / 2688."""
 
 GGML_BLOCK = 32
-"""Channels per block of llama.cpp's types."""
 
 
 def _ggml(name: str, bits: int, limit: float) -> Spec:
@@ -113,7 +111,6 @@ VLLM_TOKEN_HEAD_INT8 = _token_head("vllm_token_head_int8", "integer", 8, PACKED,
 VLLM_TOKEN_HEAD_FP8 = _token_head("vllm_token_head_fp8", "float", 8, E4M3, 448.0, ("fp8_e4m3", True, "none"))
 
 CODES: dict[str, Spec] = {spec.name: spec for spec in (FP16, BF16, FP8_E4M3, FP8_E5M2, INT8, INT4, NVFP4, *GGML_TYPES)}
-"""kv.*.dtype -> format."""
 
 REFINED = (VLLM_TURBOQUANT, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_INT8, VLLM_TOKEN_HEAD_FP8)
 ARITHMETICS: dict[tuple[str, str], Spec] = {(spec.arithmetic, spec.refines[0]): spec for spec in REFINED}
