@@ -26,7 +26,6 @@ LONG_DOCUMENTS, LONG_QUESTIONS = 15, 7
 """Default number of documents per length, which is the default of `gates.min_samples`; number of questions per document."""
 
 MIN_FULL_POOL = 8
-"""Minimum requests of the full-pool test."""
 
 WARMUP_STEPS = 2
 """Untimed decode steps at the start of a load."""
@@ -57,12 +56,10 @@ class LoadConfig(StrictModel):
 
     @property
     def tokens(self) -> int:
-        """Final length of a sequence in tokens."""
         return self.context_tokens + WARMUP_STEPS + self.new_tokens
 
 
 GSM8K_PROBLEMS = 1319
-"""Number of problems in the test set."""
 
 MIN_STRESS_TOKENS = 128
 MIN_SHARE = 1 / 10
@@ -98,11 +95,7 @@ class StressTestConfig(StrictModel):
     def tokens(self, longest: int, claimed: int, largest: int, share: float = 1.0) -> int:
         """Estimate the tokens that the engine is fed and the reference engine replays, by a fit to measurements.
 
-        Args:
-            longest: Tokens of the longest sequence.
-            claimed: Tokens of the longest sample.
-            largest: Sequences of the largest batch.
-            share: See `share`.
+        `longest` and `claimed`: tokens of the longest sequence and sample. `largest`: sequences of the largest batch.
         """
         answers = 13_000 if longest >= 4 * PAGE_TOKENS else 0  # shorter sequences skip "answers" and "long_queue"
         variable = answers + 20 * min(longest, 800) + 182 * self.requests
@@ -129,7 +122,6 @@ class StressTestConfig(StrictModel):
 
     @property
     def steps(self) -> int:
-        """Approximate number of decode steps."""
         return 300 + 3 * self.decode_steps + (12 + 2 * self.wear_steps) * self.requests
 
 
@@ -158,7 +150,6 @@ class MoreQuestions(NamedTuple):
     own_too_few: bool
     """Whether the user has to write more questions."""
     largest: int
-    """Largest number of questions of a workload."""
 
 
 def long_cost(length: int) -> str:
@@ -225,10 +216,7 @@ class WorkloadsConfig(StrictModel):
 
     @property
     def count_keys(self) -> dict[str, str]:
-        """Active built-in workload, or GSM8K if it is active -> configuration key of its number of questions.
-
-        The workloads of `lengths` and of the user's own questions are not included.
-        """
+        """Active built-in workload, or GSM8K if it is active -> configuration key of its number of questions."""
         keys = {name: f"workloads.samples.{name}" for name, count in self.samples.items() if count}
         return keys | ({"gsm8k": "workloads.gsm8k"} if self.gsm8k else {})
 

@@ -38,7 +38,6 @@ def compact_json(value: object) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Split a text into its words."""
     return text.split()
 
 

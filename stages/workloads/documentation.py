@@ -50,10 +50,7 @@ def pages(split: Split) -> tuple[tuple[str, ...], ...]:
 
 
 def excerpt(slot: Slot) -> Sample:
-    """Return a sample whose prompt is the first half of a page and whose reference is the second half.
-
-    For a given seed, different indices use different pages.
-    """
+    """Return a sample: the first half of a page as prompt, the second half as reference. Every index has another page."""
     order = list(pages(slot.split))
     if slot.index >= len(order):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -40,7 +40,6 @@ class Size:
     alike: int
     """Facts per kind in the document."""
     quotes: int
-    """Quotes in the document."""
     stated: int
     """Facts per kind in SINGLE that the user states after the document."""
     between: int
@@ -104,7 +103,6 @@ class Fact:
 
     @property
     def turns(self) -> list[Message]:
-        """The question with its answer."""
         return [("user", self.question), ("assistant", self.sentence)]
 
 
@@ -115,7 +113,6 @@ class Document:
     slot: Slot
     text: str
     facts: list[Fact]
-    """Facts in the document, in order."""
     quotes: list[Fact]
     stated: list[Fact]
     """Facts that are not in the document; the user states them later."""
@@ -161,7 +158,6 @@ def _facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
 
 
 def _plain_sentences(paragraphs: Iterable[str]) -> list[str]:
-    """Return the distinct plain sentences of QUOTE_WORDS words, which can be quoted."""
     sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=\.) +", paragraph))
     plain = (sentence for sentence in sentences if PLAIN.fullmatch(sentence))
     return list(dict.fromkeys(s for s in plain if QUOTE_WORDS[0] <= len(s.split()) <= QUOTE_WORDS[1]))

@@ -25,10 +25,7 @@ WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
 
 
 def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
-    """Generate `count` samples of a workload. A larger `count` extends the same sequence.
-
-    Raises UserError if the documentation has fewer than `count` pages.
-    """
+    """Generate `count` samples of a workload; a larger `count` extends them. Raises UserError if pages are missing."""
     return [_sample(Slot(split, name, seed, i)) for i in range(count)]
 
 

@@ -72,9 +72,7 @@ def _prose(rng: random.Random, split: Split, count: int, texts: Sequence[str] | 
 def make_questions(document: Slot, prose_words: int, texts: Sequence[str] | None = None) -> list[Sample]:
     """Return the questions about a document that has `prose_words` words of prose in addition to its records.
 
-    Args:
-        document: A slot of `document_slot`.
-        texts: Words with their white space, quoted cyclically from a random position on; None for Python's documentation.
+    `texts`: words with their white space, quoted cyclically from a random position on; None for Python's documentation.
     """
     rng = document.rng()
     codes, stated, homes, wares, thirds = _records(rng)

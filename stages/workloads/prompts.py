@@ -96,7 +96,6 @@ def text_after_answer(tokenizer: Any) -> str:
 
 
 def _fold_system(messages: Sequence[Message]) -> list[Message]:
-    """Prepend every system message to the following user message, if there is one."""
     folded: list[Message] = []
     for role, content in messages:
         if role == "user" and folded and folded[-1][0] == "system":
@@ -120,10 +119,7 @@ def token_ids(tokenizer: Any, text: str, max_length: int | None = None) -> list[
 
 
 def all_prompt_ids(tokenizer: Any, samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the token ids of the samples' prompts.
-
-    Text from a chat template gets no further special tokens, even if the template writes none itself.
-    """
+    """Return the token ids of the samples' prompts. Text from a chat template gets no further special tokens."""
     return [
         list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if sample.messages and tokenizer.chat_template

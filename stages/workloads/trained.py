@@ -52,12 +52,10 @@ def record_id(rng: random.Random) -> str:
 
 
 def full_name(rng: random.Random) -> str:
-    """Draw a first and a last name."""
     return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
 
 
 def short_date(rng: random.Random) -> str:
-    """Draw a month and a day, such as `04-17`."""
     return f"{rng.randrange(1, 13):02d}-{rng.randrange(1, 29):02d}"
 
 
@@ -157,7 +155,6 @@ def similar_records(rng: random.Random, count: int, num_fields: int) -> dict[str
 
 
 def question(key: str) -> str:
-    """Return the user's question for one key."""
     return f"{key}? Answer in JSON."
 
 
@@ -256,10 +253,7 @@ UPDATED_SHARE = 0.4
 
 
 def facts_dialogue(slot: Slot) -> Sample:
-    """Generate a dialogue: 4 to 12 facts over several turns, updates of some facts, then one to three questions.
-
-    The reference is the answer to the last question.
-    """
+    """Generate a dialogue: 4 to 12 facts over several turns, updates of some facts, then one to three questions."""
     rng = slot.rng()
     num_facts = rng.randint(4, 12)
     num_questions = rng.randint(1, 3)

@@ -17,7 +17,6 @@ words count as three tokens per character. Texts are refused as too short if the
 
 
 def _most_tokens(word: str) -> int:
-    """Return a high estimate of the tokens of a word in `WORD`."""
     if not word.isascii():
         return 3 * len(word)
     letters = sum(map(str.isalpha, word))
@@ -25,10 +24,7 @@ def _most_tokens(word: str) -> int:
 
 
 def user_files(key: str, path: Path) -> list[Path]:
-    """Return the user's file, or the text files below the user's directory in the order of their paths.
-
-    Raises UserError if there are none.
-    """
+    """Return the user's file, or the text files below the user's directory by path. Raises UserError if there are none."""
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES and file.is_file())
