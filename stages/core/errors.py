@@ -27,13 +27,6 @@ class CannotBeJudged(GateRefusal):
     """The baseline itself fails some workloads, so that a candidate's losses on these workloads would not show."""
 
     def __init__(self, message: str, weak: Sequence[str], able: Sequence[str], wrong: Sequence[str] = ()) -> None:
-        """Create the refusal.
-
-        Args:
-            weak: Workloads that the baseline fails.
-            able: The other workloads.
-            wrong: Lines that show some wrong answers.
-        """
         super().__init__(message)
         self.weak, self.able, self.wrong = weak, able, wrong
 
@@ -73,7 +66,6 @@ OS_FIXES = {
     errno.ENAMETOOLONG: "give a shorter path",
     errno.EIO: "the disk failed; give a path on another one",
 }
-"""Fix for each errno of an OSError."""
 
 
 DEBUG_VARIABLE = "KVGATE_DEBUG"
@@ -129,10 +121,7 @@ def short(value: object, max_characters: int = 60) -> str:
 
 @contextmanager
 def required_libraries() -> Iterator[None]:
-    """Turn the error for a library that is not installed into MissingRequirement.
-
-    A missing first-party module stays a defect.
-    """
+    """Turn the error for a missing library into MissingRequirement. A missing first-party module stays a defect."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -109,10 +109,7 @@ def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str,
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a child process that needs no secrets.
-
-    Variables with a secret name or value, and all variables with a prefix in CLOUDS, are left out.
-    """
+    """Return the environment for a child process that needs no secrets: without secrets and variables of CLOUDS."""
     return {
         name: value
         for name, value in environ.items()
