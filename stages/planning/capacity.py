@@ -71,7 +71,6 @@ class CapacityConfig(StrictModel):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
         return max(context.tokens for context in self.contexts)
 
     @property
@@ -109,11 +108,7 @@ class SequenceCost:
         shares_pages: bool,
         shared_prefix: int = 0,
     ) -> None:
-        """Group the layers that keep the same pages. `shape` has the KV heads of one GPU.
-
-        `windows`: the number of latest tokens that each layer attends to, or None for all tokens.
-        `shares_pages`: whether all layers keep the same pages.
-        """
+        """Group the layers that keep the same pages. `shape` has the KV heads of one GPU; `windows` has None for all tokens."""
         if shares_pages and policy.eviction is None:
             windows = [policy.latest_tokens(replace(shape, windows=tuple(windows)))] * len(windows)
         self.policy = policy
@@ -139,7 +134,6 @@ class SequenceCost:
         return self._bytes(shortest, shared=True)
 
     def _bytes(self, tokens: int, *, shared: bool) -> int:
-        """Return the bytes of a sequence's shared or other pages, with their copies in the policy's window."""
         total, window = 0, page_count(tokens) - self.policy.window_pages(tokens)
         for (first, latest), (size, copy_size) in self.page_bytes.items():
             pages = [page for page in pages_of_ends(tokens, first, latest) if (page < self.shared_pages) is shared]
@@ -166,8 +160,6 @@ def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, i
 
 
 class PolicyCapacity(StrictModel):
-    """Capacity of a memory budget under one policy."""
-
     policy: KVPolicy
     name: str
     """The policy's name, and its differences from the policy in conf/."""
@@ -221,8 +213,7 @@ class Capacity(StrictModel):
 def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat) -> Budget:
     """Divide the memory of one GPU.
 
-    Raises:
-        UserError: A request is too long for the model, or the weights cannot be counted or leave nothing for the cache.
+    Raises UserError if a request is too long for the model, or the weights cannot be counted or leave nothing for the cache.
     """
     limit = model.max_positions
     if limit is not None and use.longest > limit:

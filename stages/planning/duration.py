@@ -34,7 +34,6 @@ and distributions."""
 CHARACTERS = 4
 """Characters per token of text."""
 TEMPLATE_TOKENS = 8
-"""Tokens of a chat template per message."""
 RESCORED_SHARE = 0.3
 """Share of the questions that are scored a second time, on the baseline's own right answer instead of the reference."""
 
@@ -51,7 +50,6 @@ def prefill(length: float, start: float = 0.0) -> Work:
 
 
 def decode(count: float, context: float, batch: float) -> Work:
-    """Return the work of decoding tokens in batches."""
     return np.array([count, count, count * context, count / batch])
 
 
@@ -165,7 +163,6 @@ def _ask(asked: Sequence[Question], batch: int) -> Work:
 
 
 def _choose(asked: Iterable[Question], count: int) -> list[Question]:
-    """Return `count` judged questions of each workload."""
     chosen = defaultdict[str, list[Question]](list)
     for question in asked:
         if question.sample.judged and len(chosen[question.sample.workload]) < count:

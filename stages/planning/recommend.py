@@ -37,7 +37,6 @@ class Judged:
 
     policy: KVPolicy
     source: str
-    """Location of the evidence."""
     made: float
     """Time of the evaluation, in seconds since 1970."""
     backend: str
@@ -47,7 +46,6 @@ class Judged:
     status: Status = "INCONCLUSIVE"
     reasons: tuple[str, ...] = ()
     attempt: int = 1
-    """`gates.attempt` of the evaluation."""
     samples_needed: dict[str, int] = field(default_factory=dict)
     workloads: WorkloadsConfig | None = None
     """Configuration of its samples; None if it is unknown."""
@@ -60,8 +58,6 @@ class Judged:
 
 
 class Choice(StrictModel):
-    """The recommended policy."""
-
     name: str
     policy: KVPolicy
     live_tokens: int
@@ -107,10 +103,7 @@ class Recommendation(StrictModel):
 def recommend(
     capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = (), unserved: Collection[str] = ()
 ) -> Recommendation:
-    """Choose a policy by its evidence. `notes` are caveats about the evidence.
-
-    `unserved` are the names of policies that the backend refuses, so that no command could judge them.
-    """
+    """Choose a policy by its evidence. `notes` are caveats; `unserved` are policies that the backend refuses."""
     ordered = sorted(capacity.policies, key=_order, reverse=True)
     assessed = [
         (entry, None, NOT_SERVED) if entry.name in unserved else (entry, *_assess(entry, judged, capacity.use))
@@ -159,7 +152,6 @@ def _choice(entry: PolicyCapacity, evidence: Judged) -> Choice:
 
 
 def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> tuple[Judged | None, str | None]:
-    """Return the evidence that counts for a policy, and why it does not cover the use (None if it does)."""
     if entry.requests < use.concurrency:
         return None, f"admits {entry.requests} of {use.concurrency} requests at once"
     of_policy = sorted((item for item in judged if item.policy == entry.policy), key=lambda item: item.made)

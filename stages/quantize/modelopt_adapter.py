@@ -121,7 +121,6 @@ def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, tuple[
 
 
 def enabled_quantizers(model: torch.nn.Module) -> list[tuple[str, TensorQuantizer]]:
-    """Return (name, quantizer) of every enabled quantizer."""
     return [(name, part) for name, part in model.named_modules() if isinstance(part, TensorQuantizer) and part.is_enabled]
 
 
@@ -220,10 +219,7 @@ def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, Removab
 
 @contextlib.contextmanager
 def hide_output() -> Iterator[TextIO]:
-    """Hide ModelOpt's prints, warnings and logs about conditions that this stage checks itself.
-
-    The prints go to the debug log. Yields the original stdout.
-    """
+    """Move ModelOpt's prints to the debug log, hide warnings about conditions checked here, and yield the original stdout."""
     stdout, printed = sys.stdout, io.StringIO()
     loggers = [logging.getLogger(name) for name in ("modelopt", "transformers")]
     levels = [logger.level for logger in loggers]

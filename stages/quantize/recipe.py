@@ -16,7 +16,6 @@ from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales
 
 Attributes = dict[str, Any]
-"""Settings of one quantizer."""
 ForwardLoop = Callable[[Any], None]
 """Function that runs every calibration text through a model."""
 
@@ -52,8 +51,6 @@ _ALGORITHM: dict[WeightsFormat, Any] = {
 
 @dataclass(frozen=True)
 class QuantizationRecipe:
-    """One quantization job for ModelOpt."""
-
     algorithm: Any
     entries: tuple[tuple[str, Attributes], ...]
     """(wildcard of quantizer names, attributes) for the quantizers to enable; all others are disabled."""
@@ -62,7 +59,6 @@ class QuantizationRecipe:
 
 
 NOTHING = QuantizationRecipe("max", (), {})
-"""A recipe that disables every quantizer."""
 
 
 def weight_recipe(weights: WeightsFormat, layers: int) -> QuantizationRecipe:
@@ -83,10 +79,7 @@ def quantizer_name(place: Place) -> str:
 
 
 def measuring_recipe(places: Collection[Place]) -> QuantizationRecipe:
-    """Return the recipe that enables only the quantizers of `places` and lets them measure a maximum per channel.
-
-    `num_bits` is arbitrary, because a maximum does not depend on it.
-    """
+    """Return the recipe that enables only the quantizers of `places`. Any `num_bits` gives the same maxima per channel."""
     attributes = {quantizer_name(place): {"num_bits": 8, "axis": PER_CHANNEL} for place in places}
     return QuantizationRecipe("max", tuple(attributes.items()), attributes)
 

@@ -82,15 +82,8 @@ def measure_cache(
 ) -> None:
     """Write `extremes.json`: the extremes of keys and values per channel, measured with the finished weights.
 
-    Args:
-        checkpoint: The user's checkpoint, for error messages.
-        weights: The output of `quantize_weights`. The cache is measured in a later step, because AWQ would choose other weights
-            if the cache's quantizers were enabled.
-        out: An empty directory.
-        rotation: Rotation of keys and values before they are measured.
-        calibration_texts: The texts.
-        max_length: Maximum tokens per text.
-        progress: Called with the number of finished texts.
+    `checkpoint` is the user's, for error messages. `weights` is the output of `quantize_weights`: the cache is measured in a
+    later step, because AWQ would choose other weights if the cache's quantizers were enabled.
     """
     info = inspect_checkpoint(weights / CHECKPOINT)
     samples = tokenize(load_tokenizer(info.path), calibration_texts, max_length, info.vocab_size)
@@ -108,11 +101,7 @@ def measure_cache(
 def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[Rotation, Path]) -> None:
     """Write `kv_policy.json` and `kv_scales.json` (static scales), because ModelOpt's exports cannot express every policy.
 
-    Args:
-        checkpoint: The user's checkpoint. If it contains scales in the policy's format, these replace measured scales.
-        out: A directory.
-        policy: The policy.
-        extremes: Rotation -> output directory of `measure_cache`.
+    `extremes`: rotation -> output directory of `measure_cache`. Scales of the checkpoint in the policy's format replace them.
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
@@ -130,10 +119,7 @@ def quantized_model(
     progress: Progress,
     device: torch.device = CPU,
 ) -> torch.nn.Module:
-    """Load a checkpoint and quantize its weights on `device`, without the cache's quantizers.
-
-    Equal arguments give equal weights. The returned model is on the CPU.
-    """
+    """Load a checkpoint, quantize its weights on `device`, reproducibly and without cache quantizers; return it on the CPU."""
     torch.manual_seed(seed)
     progress("loading the checkpoint", 0, 1)
     model = load_model(info).to(device)

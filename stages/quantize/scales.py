@@ -21,13 +21,10 @@ class Extremes:
     """Extremes of one layer's keys or values over the calibration texts, one number per head and channel (head-major)."""
 
     low: tuple[float, ...]
-    """Minima."""
     high: tuple[float, ...]
-    """Maxima."""
 
     @property
     def amax(self) -> tuple[float, ...]:
-        """Largest magnitudes."""
         return tuple(max(-low, high) for low, high in zip(self.low, self.high, strict=True))
 
 

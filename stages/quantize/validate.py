@@ -94,7 +94,6 @@ def _check_cache(directory: Path, policy: KVPolicy, layers: int, prefix: str, ca
 
 
 def _scales(directory: Path) -> dict[str, npt.NDArray[np.generic]]:
-    """Return tensor name -> values of the cache's scales in a directory."""
     scales: dict[str, npt.NDArray[np.generic]] = {}
     files = list(directory.glob("*.safetensors"))
     if not files:
@@ -107,5 +106,4 @@ def _scales(directory: Path) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def _static(scales: KVScales, side: Side) -> list[float]:
-    """Return the static scale of a side per layer, without layers that have none."""
     return [layer[side].scale[0] for layer in scales.layers if side in layer]

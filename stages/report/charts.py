@@ -118,7 +118,6 @@ def mark_front(data: Sequence[Datum]) -> None:
 
 
 def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return the mean KL of every policy by context bin."""
     data = []
     for exhibit in exhibits:
         for part in () if exhibit.report is None else exhibit.report.slices:
@@ -137,4 +136,3 @@ NUMBERS: dict[str, Callable[[Sequence[Exhibit]], list[Datum]]] = {
     "quality": quality_numbers,
     "context": context_numbers,
 }
-"""Name of a chart -> its data."""

@@ -28,7 +28,6 @@ class Exhibit:
     """Why the fields below are missing; None if they are present."""
     report: EvaluationReport | None = None
     rows: Sequence[SampleRow] = ()
-    """The report's samples."""
     samples: Sequence[Sample] = ()
     """Samples with their prompts. Answers to samples that are missing here are shown without a prompt."""
     private: bool = False
@@ -53,7 +52,6 @@ class Occasion:
     sweep: str
     """Id of the sweep that the candidates belong to."""
     version: str
-    """Version of kvgate."""
     overview: Sequence[Sequence[str]]
     """Headings, then for every engine its name, its verdict or BASELINE, and its figures."""
     command: str | None = None

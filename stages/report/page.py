@@ -26,7 +26,6 @@ Segment = tuple[Literal["same", "only"], str]
 DIFF_WORDS = 2_000
 """Maximum words of an answer for a comparison word by word, which takes quadratic time."""
 MAX_ANSWERS = 200
-"""Maximum number of shown answers, over all policies."""
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 HERE = Path(__file__).parent
 MAX_POLICIES = 16
@@ -34,7 +33,6 @@ MAX_POLICIES = 16
 
 
 def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]:
-    """Return the variables of the page's template."""
     first = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))
     full = [exhibit for exhibit in exhibits if exhibit in first[:MAX_POLICIES]]
     return {
@@ -78,7 +76,6 @@ def write_page(path: Path, exhibits: Sequence[Exhibit], occasion: Occasion) -> P
 
 
 def render(exhibits: Sequence[Exhibit], occasion: Occasion) -> str:
-    """Return the page as HTML."""
     style = (HERE / "page.css").read_text(encoding="utf-8")
     digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
     environment = Environment(
@@ -113,9 +110,7 @@ class ChangedAnswer:
     """(role, text) per message; empty if the prompt is unknown."""
     reference: str
     before: list[Segment]
-    """The answer of FP16."""
     after: list[Segment]
-    """The policy's answer."""
 
     @property
     def kind(self) -> str:
