@@ -90,7 +90,6 @@ def _plan_command(argv: Sequence[str]) -> "Plan | int":
 
 
 def main() -> int:
-    """Run the command line and return the exit code."""
     # SIGTERM, which ends containers and CI jobs, acts like Ctrl-C: runs are closed. The first process of a container would
     # ignore SIGTERM without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -63,11 +63,7 @@ def make_policy(**values: Any) -> KVPolicy:
 
 
 def compose(values: Mapping[str, object]) -> Config:
-    """Compose and validate a configuration, as the command line does from `KEY=VALUE`.
-
-    Raises:
-        UserError: with a line for each problem.
-    """
+    """Compose and validate a configuration, as the command line does from `KEY=VALUE`. Raises UserError, a line per problem."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and "." not in key:
             name, inner = next(iter(value.items()))

@@ -129,7 +129,6 @@ def _check_model(config: Config, opened: set[Path]) -> None:
 
 
 def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
-    """Refuse a quantized checkpoint if the backend supports plain weights only."""
     if checkpoint.quantized is not None and not backend.takes_quantized:
         method = checkpoint.quantized.method
         backends = " or ".join(name for name, config in backend_configs().items() if method in config.takes_quantized)
@@ -174,10 +173,7 @@ def _check_lengths(config: Config, checkpoint: CheckpointInfo) -> None:
 def _check_context(
     config: Config, checkpoint: CheckpointInfo, key: str, tokens: int, sequences: int = 0, batch_key: str = ""
 ) -> None:
-    """Refuse sequences that are longer than the model or the engine permits, or whose cache exceeds this machine's memory.
-
-    Messages name two settings: `key`, with its value, sets the length of the sequences, and `batch_key` sets their number.
-    """
+    """Refuse sequences that are too long for the model, the engine or the memory; messages name `key` and `batch_key`."""
     limit, limited = _context_limit(config, checkpoint)
     if tokens > limit:
         raise UserError(f"{key}: got {tokens:,} tokens, {tokens - limit:,} too many ({limited} tokens); lower it")
@@ -187,7 +183,6 @@ def _check_context(
 
 
 def _check_tokens(config: Config, checkpoint: CheckpointInfo, samples: Sequence[Sample]) -> None:
-    """Refuse samples that are too long, or a length too short for a document's records, in this model's tokens."""
     from stages.checkpoints.intake.opening import tokenizer_directory
     from stages.evaluate.inputs.lengths import fit_lengths, long_samples
     from stages.evaluate.inputs.tokens import BundleTokenizer, check_lengths
@@ -202,10 +197,7 @@ def _check_tokens(config: Config, checkpoint: CheckpointInfo, samples: Sequence[
 
 
 def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
-    """Check the files and options for calibration and evaluation.
-
-    Return the samples. The list is empty if all samples are generated and the context has room for every generated sample.
-    """
+    """Check the files and options; return the samples, or none if all are generated and the context has room for each."""
     if config.calibration.file is not None:
         from stages.quantize.calibration import texts_from_file
 

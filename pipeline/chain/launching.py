@@ -139,10 +139,7 @@ def start_ray(launcher: Any) -> None:
 
 @contextmanager
 def launcher_errors(name: str) -> Iterator[None]:
-    """Turn an exception of a launcher into a refusal: LauncherRefusal for a wrong key, MissingRequirement for other failures.
-
-    KVGATE_ERRORS, which are not the launcher's, are raised unchanged.
-    """
+    """Turn a launcher's error into LauncherRefusal for a wrong key, else MissingRequirement; KVGATE_ERRORS stay unchanged."""
     try:
         yield
     except KVGATE_ERRORS:

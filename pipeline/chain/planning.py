@@ -44,7 +44,7 @@ CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 def show_capacity(run: Run) -> None:
     """Print the memory's capacity under the policies that the backend serves, and write capacity.json with all policies.
 
-    These are the policies of conf/kv and the policy of `kv=`. The counts assume that pages are freed as the backend frees them.
+    The counts assume that pages are freed as the backend frees them.
     """
     config = run.config
     capacity = _capacity(config, [])
@@ -136,10 +136,7 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
-    """Return the digests of the inputs that evidence about this model must cite, by name of the input, and notes for the user.
-
-    Without the model's weights there are no digests, and a note says so.
-    """
+    """Return the digests that evidence about this model must cite, by input, and notes; no digests without the weights."""
     path = locate_checkpoint(config.model.path)
     if path.is_file():
         return {"gguf": file_digest(path)}, []
@@ -151,10 +148,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
 
 
 def _read_judged(config: Config, model: KVShape, files: dict[str, str], directory: Path) -> Judged | None:
-    """Return an evaluation whose record was checked without an engine, and decided again by the configured gates.
-
-    None if it is of another model, or its evidence cannot be read. Other problems are in its `problem`.
-    """
+    """Return an evaluation, decided again by the configured gates; None if it is of another model or cannot be read."""
     try:
         evidence = read_evidence(directory)
         policy = evidence.identity.kv
@@ -197,7 +191,6 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
 
 
 def _asked(evidence: Evidence) -> WorkloadsConfig | None:
-    """Return the configuration of an evaluation's samples; None if it cannot be read."""
     try:
         return requested_workloads(evidence)
     except UserError:
@@ -205,7 +198,6 @@ def _asked(evidence: Evidence) -> WorkloadsConfig | None:
 
 
 def _find_mismatch(config: Config, model: KVShape, files: dict[str, str], evidence: Evidence) -> str | None:
-    """Return how the judged engine differs from the requested use, or None if it does not."""
     identity, report = evidence.identity, evidence.report
     if report is None:
         return "its report is missing"

@@ -51,11 +51,7 @@ def unprunable(config: Config) -> AbstractContextManager[None]:
 def run(planned: Plan, sweep: str) -> int:
     """Run the jobs of a command, show the candidates with the next step, and return the exit code.
 
-    `sweep` is the id of the command's evaluations. An error of a job does not stop a sweep.
-
-    Raises:
-        UserError, GateRefusal, MissingRequirement: The only job ended with a problem that a person or CI can act on.
-        Exception: A defect.
+    `sweep` is the id of the command's evaluations. An error of a job does not stop a sweep; the error of an only job is raised.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
     command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
@@ -85,20 +81,13 @@ def run(planned: Plan, sweep: str) -> int:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """End of a sweep's job."""
-
     code: int = 0
     message: str = ""
-    """Message of the error."""
     step: NextStep | None = None
-    """Next step after the error."""
 
 
 def _sweep(planned: Plan, jobs: "JobRunner") -> tuple[int, NextStep | None]:
-    """Run the jobs of a sweep, in this process or with a launcher.
-
-    Return the worst exit code, and the first next step that an error suggests; None if no error suggests one.
-    """
+    """Run the jobs of a sweep; return the worst exit code, and the first next step that an error suggests."""
     if planned.launcher == BASIC:
         ended = [jobs.attempt(number, config) for number, config in enumerate(planned.jobs)]
     else:
@@ -120,7 +109,6 @@ class JobRunner:
 
     sweep: str
     names: tuple[str, ...]
-    """Display names of all jobs."""
     arguments: tuple[str, ...]
     """The arguments of the command, which a next command repeats."""
     command: str | None = None
@@ -130,7 +118,6 @@ class JobRunner:
     """Whether a launcher runs the jobs."""
 
     def __call__(self, composed: DictConfig) -> JobEnd:
-        """Run the job of a composed configuration."""
         reserve_stdout()
         redact_output()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set
@@ -140,18 +127,16 @@ class JobRunner:
         return self.attempt(HydraConfig.get().job.num, config)
 
     def place(self, number: int, config: Config) -> console.JobPlace:
-        """Return the place of a job, by its number from 0."""
         return console.JobPlace(config.stage, self.names[number], number + 1, len(self.names), self.concurrent)
 
     def begin(self, config: Config) -> None:
-        """Record the sweep in its summary if the command judges."""
         if config.facts.judges:
             summary.begin(config.work, self.sweep, self.names, self.command)
 
     def run(self, number: int, config: Config) -> None:
         """Announce and run a job, and record its exit code if it judges.
 
-        The exit code is recorded after the promotion. A job that is killed while it promotes therefore counts as unfinished.
+        The exit code is recorded after the promotion, so a job that is killed while it promotes counts as unfinished.
         """
         code, label = 0, self.names[number]
         console.begin(self.place(number, config), config.model.path if config.facts.makes or config.facts.plans else None)
@@ -186,7 +171,6 @@ class JobRunner:
 
 
 def _promote_passing(run: Run) -> None:
-    """Promote the only candidate of a command if it passed."""
     last = summary.load(run.config.work, run.sweep)
     if last.candidates[0].verdict == "PASS":
         with console.silent():  # if the promotion is killed, this page remains
@@ -206,11 +190,8 @@ def _runs_elsewhere(config: Config) -> bool:
 def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None = None) -> int:
     """Show the results of a command with the next step, and return the command's exit code.
 
-    `code` is the worst exit code of the jobs, or of the error that ended the command early. `step` is the next step after an
-    error, which is shown if there are no candidates.
-
-    Raises:
-        GateRefusal: The candidate of the only job did not pass. A sweep prints its refusal.
+    `code` is the worst exit code of the jobs. `step` is the next step after an error, which is shown if there are no
+    candidates. Raises GateRefusal if the candidate of the only job did not pass; a sweep prints its refusal.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
     base = planned.arguments or ()

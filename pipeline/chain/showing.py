@@ -128,7 +128,6 @@ def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: st
 
 
 def _exhibit(candidate: Candidate) -> "Exhibit":
-    """Return a candidate with its evidence, or with the problem that prevents reading it."""
     from stages.evaluate.inputs.samples import load_samples
     from stages.report.exhibit import Exhibit
 

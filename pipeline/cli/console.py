@@ -74,7 +74,6 @@ class JobPlace:
     policy: str
     number: int = 1
     total: int = 1
-    """Number of jobs of the command."""
     concurrent: bool = False
     """Whether concurrent jobs share a terminal. A bar would overwrite the lines of other jobs."""
 
@@ -90,7 +89,6 @@ class JobPlace:
 
     @property
     def fields(self) -> dict[str, object]:
-        """Fields of the job in a JSON line."""
         return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.total}
 
 
@@ -108,9 +106,7 @@ class _Handler(logging.Handler):
     """Writes log records to stderr: lines for people, or JSON objects with the record's `fields`."""
 
     mode = "human"
-    """Value of `log=`."""
     job: JobPlace | None = None
-    """The job of this process."""
     captures_warnings = False
     """Whether `configure` made Python's warnings log records, so that `close` undoes it."""
 
@@ -191,11 +187,7 @@ def end() -> None:
 def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> None:
     """Print lines for people, or write a JSON object.
 
-    Args:
-        kind: Name of the object.
-        lines: Text for people.
-        paste: Whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
-        fields: Content of the object.
+    `paste`: whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
     """
     if HANDLER.mode == "json":
         _write({RESULT: kind, **fields})
@@ -222,7 +214,6 @@ def show(kind: str, grid: "Grid") -> None:
 
 
 def event(level: int, text: str, **fields: object) -> None:
-    """Log an event, with fields for JSON output."""
     LOGGER.log(level, "%s", text, extra={"fields": fields})
 
 

@@ -24,7 +24,6 @@ def _known(value: Value) -> Value:
 @dataclass(frozen=True)
 class Column:
     key: str
-    """Name in records."""
     heading: str = ""
     """Heading, possibly with several lines; by default the key."""
     form: str = ""

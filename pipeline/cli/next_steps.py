@@ -53,10 +53,7 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
 
 
 def _program() -> str:
-    """Return the program that begins a command: the script `kvgate` if the user ran it, otherwise this Python with the module.
-
-    The name is a path if a shell would not find it.
-    """
+    """Return the program that begins a command: the script `kvgate` or Python with the module; a path if PATH lacks it."""
     script, running = Path(sys.argv[0]).absolute(), Path(sys.executable)
     if program_name() == "kvgate" and os.access(script, os.X_OK):
         found = shutil.which("kvgate")
@@ -91,14 +88,11 @@ def carried(config: Config, *groups: str) -> list[str]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Return the default values of all keys."""
     return plan([], multirun=False).jobs[0].model_dump(mode="json")
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """A suggestion for the next step."""
-
     why: str
     command: str | None = None
     """Shell command; None if the step is not a command."""
@@ -164,10 +158,7 @@ def after_judging(
     swept: Sequence[str] = (),
     unfinished: bool = False,
 ) -> NextStep:
-    """Return the next step after the verdicts of an evaluation or a sweep, whose jobs differ in the keys `swept`.
-
-    `base` are the user's arguments.
-    """
+    """Return the next step after the verdicts of an evaluation, or of a sweep whose jobs differ in the keys `swept`."""
     sweep, undecided = bool(swept), [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]
     if unfinished:
         return NextStep("finish the sweep; finished work is reused", command_line(base, sweep=sweep))
@@ -211,11 +202,7 @@ def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep:
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
-    """Return the next step for undecided candidates.
-
-    The step asks enough questions to decide, or judges a finer policy if no further attempt can decide. If more questions would
-    not decide, the step only explains why.
-    """
+    """Return the step that asks enough questions to decide, judges a finer policy, or explains why more would not decide."""
     needed: dict[str, int] = {}
     for name, count in (item for candidate in undecided for item in candidate.samples_needed.items()):
         needed[name] = max(count, needed.get(name, 0))

@@ -29,10 +29,7 @@ _showing = threading.Lock()
 class Phases(ProgressColumn):
     """Progress of a stage by label. Every label is a task of rich, so a task continues after an interruption by another.
 
-    Args:
-        title: Description of the work.
-        terminal: Console for the bar; None draws no bar.
-        clock: Monotonic clock in seconds.
+    `terminal`: console for the bar; None draws no bar. `clock`: monotonic clock in seconds.
     """
 
     def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +53,6 @@ class Phases(ProgressColumn):
             self.bars.update(self.task.id, completed=done, total=total, visible=True)
 
     def render(self, task: Task) -> Text:
-        """Return the text before the bar. Long texts wrap between words."""
         return Text(f"  {self._title}: {describe_task(task)[0]}")
 
 
@@ -118,10 +114,8 @@ def show_progress(title: str) -> "Iterator[Progress]":
     """Show the progress of the block on stderr: a bar on a terminal, else lines at regular intervals.
 
     The lines continue while the block reports no progress. Without a terminal, a block that ends within FIRST_SECONDS shows
-    nothing. Messages are printed at once. For nested calls, only the outer block shows progress.
-
-    Yields:
-        A function (label, done units, total units) for the block to call. A total of 0 marks a message.
+    nothing. For nested calls, only the outer block shows progress. Yield a function (label, done units, total units) for the
+    block to call. A total of 0 marks a message, which is printed at once.
     """
 
     def log_line(message: str, fields: Mapping[str, object]) -> None:

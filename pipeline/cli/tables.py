@@ -49,7 +49,6 @@ POLICY = Column("policy")
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
-    """Print a table of the candidates and their baselines."""
     console.say("")
     console.show("comparison", comparison(candidates))
 
@@ -73,7 +72,6 @@ def comparison(candidates: Sequence[Candidate]) -> Grid:
 
 
 def _metric_of(candidate: Candidate, name: str) -> Value:
-    """Return a metric, or `name` itself if it is not a metric's name; None if the metric was not measured."""
     return candidate.metrics.get(name) if "/" in name else name
 
 
@@ -92,7 +90,6 @@ def print_reasons_against(candidates: Sequence[Candidate], move: PromotionMove) 
 
 
 def print_registry(location: Location) -> None:
-    """Print the registered model and its tracking store."""
     line = f"registry: {location.model_name} at {location}"
     console.result("registry", line, model=location.model_name, registry=str(location))
 
@@ -131,8 +128,7 @@ def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
 
 
 def _few_questions(candidate: Candidate) -> list[str]:
-    """Return clauses with the number of questions that would decide, and the memory; empty if the verdict is decided, or if no
-    number would decide it."""
+    """Return the questions that would decide, and the memory; empty if the verdict is decided or no number would decide it."""
     needed, samples = candidate.samples_needed, candidate.metrics.get("quality/samples")
     if candidate.verdict != "INCONCLUSIVE" or not needed or samples is None:
         return []
@@ -171,10 +167,7 @@ MIN_SECONDS = 30
 
 
 def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int, pass_needs: str) -> list[str]:
-    """Return lines with the work, memory and time of a verdict on a CPU; empty for tiny models, which take seconds.
-
-    `pass_needs`: the rounds that a PASS needs, such as `all 4 rounds`.
-    """
+    """Return lines with a verdict's work, memory and time on a CPU, and the rounds that a PASS needs; none for tiny models."""
     first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
     if whole < MIN_SECONDS:
         return []
@@ -207,10 +200,7 @@ def budget_lines(capacity: Capacity) -> list[str]:
 
 
 def policy_line(capacity: Capacity, name: str) -> list[str]:
-    """Return a line about the policy `name`: the memory of a request, the saving, and the number of requests that fit.
-
-    The list is empty if `capacity` has no policy `name`, or no FP16 to compare with.
-    """
+    """Return a line about the policy `name`: memory of a request, saving, requests that fit; empty without it or FP16."""
     entries = {entry.name: entry for entry in capacity.policies}
     chosen, base = entries.get(name), entries.get("fp16")
     if chosen is None or base is None:
@@ -252,10 +242,7 @@ def capacity_table(capacity: Capacity) -> Grid:
 
 
 def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]) -> list[str]:
-    """Return lines with the recommended policy, and the reasons against the others.
-
-    `commands`: lines with the command that judges policies without evidence.
-    """
+    """Return lines with the recommended policy, the reasons against the others, and `commands` that judge the unjudged."""
     chosen, passed_over = recommendation.chosen, recommendation.passed_over
     lines: list[str] = [*map(console.note, recommendation.notes)]
     if chosen is None:

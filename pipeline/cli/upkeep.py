@@ -96,7 +96,6 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
 
 
 def _minute(timestamp: str) -> str:
-    """Return the date and minute of an ISO 8601 timestamp."""
     return timestamp.replace("T", " ")[:16]
 
 
@@ -142,7 +141,6 @@ class PrunePlan:
     kept: dict[str, int]
     """Reason to keep (such as `champion of MODEL`) -> number of pieces. A piece with several reasons counts for the first."""
     unpromotable: tuple[str, ...]
-    """Registered versions whose evidence is removed."""
 
 
 def prune(config: Config) -> None:

@@ -19,10 +19,7 @@ TOKENIZER = "tokenizer.json"
 
 @cache
 def is_tiny(path: str) -> bool:
-    """Return whether a model has the tiny model's tokenizer, as the tiny model and its copies do.
-
-    Returns False if the model cannot be read.
-    """
+    """Return whether a model has the tiny model's tokenizer, as the tiny model and its copies do; False if it is unreadable."""
     if path == TINY:
         return True
     try:

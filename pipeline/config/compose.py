@@ -102,7 +102,6 @@ class Plan:
 
     jobs: list[Config]
     job_overrides: tuple[list[str], ...]
-    """Overrides of each job."""
     sweeping: bool = False
     swept_keys: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
@@ -280,16 +279,11 @@ def _compose_suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
 
 
 def _swept(hydra: DictConfig) -> dict[str, Any]:
-    """Return the sweep of the chosen experiment, key -> values."""
     return dict(hydra.sweeper.params or {})
 
 
 def _configs(jobs: Iterable[list[str]], swept: dict[str, Any]) -> tuple[list[Config], tuple[list[str], ...]]:
-    """Compose and validate all jobs' configurations, and return them with the overrides after resolving `auto`.
-
-    `swept` is the sweep that all jobs share. A job whose experiment has another sweep is refused, because that sweep would be
-    ignored.
-    """
+    """Compose and validate all jobs; return them with the overrides after resolving `auto`. All must have the sweep `swept`."""
     configs, suited, problems = [], [], list[str]()
     for overrides in jobs:
         try:
@@ -306,10 +300,7 @@ def _configs(jobs: Iterable[list[str]], swept: dict[str, Any]) -> tuple[list[Con
 
 
 def configurations(planned: Plan) -> Iterator[str]:
-    """Yield the configuration of every job as a document of a YAML stream, for `--cfg job`.
-
-    In a sweep, a comment above the document lists the job's overrides.
-    """
+    """Yield every job's configuration as a YAML document for `--cfg job`; in a sweep, a comment lists the job's overrides."""
     with initialized():
         for number, overrides in enumerate(planned.job_overrides, start=1):
             arguments = " ".join(map(as_typed, overrides))
@@ -333,10 +324,7 @@ def initialized() -> Iterator[None]:
 
 
 def _jobs(overrides: list[Override]) -> list[list[str]]:
-    """Return the overrides of every job: all combinations of the swept values, in the order of Hydra's sweeper.
-
-    Raises UserError for a key without a value, and for more than MAX_JOBS jobs.
-    """
+    """Return every job's overrides: all combinations of the swept values. Raises UserError for more than MAX_JOBS jobs."""
     choices: dict[str, list[str]] = {}  # the last value of a key counts, at the position of the first
     for o in overrides:
         key = o.get_key_element()

@@ -100,7 +100,6 @@ def _plain(problem: ErrorDetails) -> str:
 
 
 def _percent(context: Mapping[str, Any], value: object) -> str:
-    """Return a hint for a share that was given in percent; empty for other values."""
     is_share = 1 in (context.get("lt"), context.get("le"))
     return f"; {value:g} % is {value / 100:g}" if is_share and isinstance(value, int | float) and 2 <= value <= 100 else ""
 

@@ -16,7 +16,6 @@ def key_of(override: str) -> str:
 
 
 def is_hydras(key: str) -> bool:
-    """Return whether a key configures Hydra itself."""
     return key == "hydra" or key.startswith(("hydra.", "hydra/"))
 
 

@@ -31,7 +31,6 @@ from stages.core.redaction import leaves, redact_text
 from stages.core.strict import Unreadable, read_file
 
 MAX_BYTES, MAX_DEPTH = 1_000_000, 100
-"""Maximum bytes and nesting of a file of options."""
 MAX_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
@@ -185,10 +184,7 @@ def _hydra_problem(override: Override, line: str) -> str | None:
 
 
 def _check_option(path: Path, folder: Path) -> None:
-    """Refuse a file of --config-dir that Hydra would ignore, that is not YAML, or that uses aliases.
-
-    Aliases can expand a small file to gigabytes.
-    """
+    """Refuse a file of --config-dir that Hydra would ignore, is not YAML, or has aliases, which may expand to gigabytes."""
     if path.suffix != ".yaml":
         raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
     if (CONF / path.relative_to(folder)).is_file():

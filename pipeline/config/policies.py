@@ -21,8 +21,7 @@ def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
 
 
 def check_name(policy: KVPolicy, title: str = "") -> None:
-    """Refuse a policy that differs from the shipped policy of the same name, unless its display name includes the
-    difference."""
+    """Refuse a policy that differs from the shipped one of its name, unless its display name includes the difference."""
     if title not in ("", policy.name) and "kv.name=" not in title:  # the display name includes the difference
         return
     if (CONF / "kv" / f"{policy.name}.yaml").is_file() and policy not in load_policies("kv.name", [policy.name]):

@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Properties of a stage."""
-
     makes: Literal["exports", "bundle", "report"] | None = None
     """Last artifact that the stage makes; None if it makes no artifacts."""
     plans: bool = False
     """Whether it plans memory for every policy at once."""
     tracked: bool = False
-    """Whether it uses the tracking store."""
     needs_registered: bool = False
     """Whether it works on registered engines only, so that an engine must have been registered."""
     promotes: bool = False
@@ -29,17 +26,14 @@ class StageFacts:
 
     @property
     def builds(self) -> bool:
-        """Whether it builds an engine."""
         return self.makes in ("bundle", "report")
 
     @property
     def judges(self) -> bool:
-        """Whether it ends in a verdict."""
         return self.makes == "report"
 
     @property
     def sweepable(self) -> bool:
-        """Whether the stage can be a job of a sweep."""
         return self.judges or not (self.tracked or self.plans)
 
 

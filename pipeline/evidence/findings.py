@@ -29,12 +29,7 @@ def first_refusal(findings: Sequence[Finding]) -> GateRefusal | MissingRequireme
 
 
 def require_same(what: str, findings: Sequence[Finding]) -> None:
-    """Check that all findings of a replay are "same".
-
-    Raises:
-        GateRefusal: some part differs.
-        MissingRequirement: no part differs, but some part is missing.
-    """
+    """Raise GateRefusal if a finding of a replay differs, or else MissingRequirement if one is missing."""
     names = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
     if names["differs"]:
         raise GateRefusal(f"{what} differs from the judged engine: {', '.join(names['differs'])}")

@@ -181,7 +181,6 @@ def _read(path: Path, record: type[R]) -> R:
 
 
 def make_identity(config: Config, chain: Sequence[Link], verdict: Verdict) -> Identity:
-    """Build the identity of a judged engine."""
     samples_path = config.workloads.user_path
     name = samples_path.name if samples_path is not None and samples_path.is_file() else "documents.txt"
     return Identity(

@@ -110,7 +110,6 @@ class Inventory:
 
     @cached_property
     def artifact_places(self) -> set[str]:
-        """Places of the finished artifacts."""
         return {piece.place for piece in self.pieces if piece.is_artifact}
 
     @contextmanager

@@ -85,9 +85,7 @@ def registered_engine(
 
     Only the display name, the run and the version come from the registry. `directories` maps the sha256 of every identity.json
     in the store to the directory of the evidence. The verdict is decided again by `gates`; None keeps the recorded verdict.
-
-    Raises:
-        GateRefusal: the evidence is missing or unreadable, or another version of the gates' rules decided it.
+    Raises GateRefusal if the evidence is missing or unreadable, or another version of the gates' rules decided it.
     """
     evidence = registered_evidence(directories, version)
     candidate = evidence.candidate(version.tags.get("kv", evidence.identity.policy))
@@ -130,10 +128,7 @@ def replay_record(evidence: Evidence) -> list[Finding]:
 
 
 def _check_seal(directory: Path) -> list[Finding]:
-    """Compare the digest of identity.json with the manifest of its artifact.
-
-    A copy outside a store has no manifest. The finding contains the digest, for comparison with the registry.
-    """
+    """Compare the digest of identity.json with its artifact's manifest, which a copy outside a store lacks."""
     digest = file_digest(directory / IDENTITY_FILE)
     if (directory / MANIFEST).is_file():
         sealed = (read_manifest(directory) or {"files": {}})["files"].get(IDENTITY_FILE)

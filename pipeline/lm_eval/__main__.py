@@ -6,7 +6,6 @@ from stages.core.errors import Refusal, exit_code, required_libraries
 
 
 def main() -> int:
-    """Run lm-eval's command line with the model `kvgate` registered. Return the exit code."""
     try:
         with required_libraries():
             from pipeline.lm_eval.model import cli_evaluate

@@ -158,7 +158,6 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood, and whether greedy decoding produces the continuation."""
         results = self._scores([(context, continuation) for _, context, continuation in requests], disable_tqdm)
         for (key, *_tokens), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", key, result)

@@ -39,10 +39,8 @@ class Move(NamedTuple):
     before: Route
     after: Route
     record: Callable[[], None]
-    """Writes the tags of the move."""
     why: str = ""
     back: bool = False
-    """Whether the move returns to the previous version."""
 
     def __str__(self) -> str:
         return f"version {self.before.now or 'none'} -> {self.after.now}: {self.why}"
@@ -53,10 +51,7 @@ def previous_alias(alias: str) -> str:
 
 
 def route_of(model: RegisteredModel, alias: str) -> Route:
-    """Return the versions of a serving alias.
-
-    The previous version is None if both aliases point at one version, as after a killed move.
-    """
+    """Return the versions of a serving alias. Both aliases point at one version after a killed move: then none is previous."""
     now, previous = model.aliases.get(alias), model.aliases.get(previous_alias(alias))
     return Route(now, previous if previous != now else None)
 

@@ -79,10 +79,7 @@ def step(now: RegisteredEngine, to: RegisteredEngine) -> EngineChange:
 def step_down(
     engines: Engines, now: RegisteredEngine, workload: str, readings: Sequence[Reading]
 ) -> Generator[str, None, RegisteredEngine]:
-    """Return the first smaller engine that is proven for the class.
-
-    Yields a line for each rejected engine. Raises GateRefusal if no smaller engine is proven.
-    """
+    """Yield a line for each rejected engine; return the first smaller proven engine. Raises GateRefusal if none is."""
     smaller = list[RegisteredEngine]()
     broken = set[str]()
     rolled_back = engines.model.left(workload)
@@ -127,7 +124,6 @@ def prove(engine: RegisteredEngine, workload: str) -> None:
 
 
 def _find_engine(engines: Engines, workload: str, name: str) -> RegisteredEngine:
-    """Return the latest version with this name, or the version with this number."""
     key, versions = f"routing.routes.{workload}={name}", engines.model.versions.values()
     matches = [version for version in versions if name in (version.number, version.name)]
     if not matches:
@@ -142,9 +138,8 @@ def _find_engine(engines: Engines, workload: str, name: str) -> RegisteredEngine
 def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
     """Set the routes of `routing.routes`. Other classes keep their routes.
 
-    Raises:
-        UserError: a name matches no engine, or a class is neither a built-in workload nor a workload of a named engine.
-        GateRefusal: an engine is not proven for its class.
+    Raises UserError if a name matches no engine, or a class is neither a built-in workload nor a workload of a named engine;
+    GateRefusal if an engine is not proven for its class.
     """
     engines_of = {workload: _find_engine(engines, workload, name) for workload, name in routes.items()}
     judged = set[str]().union(*(engine.workloads for engine in engines_of.values()))
@@ -165,7 +160,6 @@ def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
 
 
 def roll_back(engines: Engines, workload: str) -> Iterator[str]:
-    """Bring the previous engine of a class back."""
     if alias_of(workload) not in engines.model.aliases:
         raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:
@@ -180,11 +174,8 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
     """Move routes by a snapshot of the servers.
 
     A route moves back to its previous engine if a quality monitor is broken, or if only the latency monitor is broken. A route
-    moves down to a smaller engine if the memory monitor is broken and no quality monitor is.
-
-    Raises:
-        UserError: the snapshot is unusable, or names a class without a route or an unknown version.
-        GateRefusal: a route moved back, or a broken monitor requires a move that is not possible.
+    moves down to a smaller engine if the memory monitor is broken and no quality monitor is. Raises UserError if the snapshot
+    is unusable; GateRefusal if a route moved back, or a broken monitor requires a move that is not possible.
     """
     snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
     _check_classes(engines.model, snapshot, where)

@@ -55,9 +55,8 @@ MISSING = {
 def store_errors(location: Location) -> Iterator[None]:
     """Turn errors of the store into one line, and announce a wait longer than QUIET_S with its time limit.
 
-    Raises:
-        UserError: the store refuses the credentials, or is of another kind or release.
-        MissingRequirement: the store does not answer, is locked, lacks its driver, or fails.
+    Raises UserError if the store refuses the credentials, or is of another kind or release; MissingRequirement if it does not
+    answer, is locked, lacks its driver, or fails.
     """
     limit = location.timeout_s
     message = f"waiting for {location}; a request may take until {UNTIL} (tracking.timeout_s={limit:g})"
@@ -91,10 +90,7 @@ def _driver_line(error: Exception) -> str:
 
 
 def check_reachable(location: Location) -> None:
-    """Refuse a database that cannot be opened, or is another program's. Servers are not checked: MLflow's client fails fast.
-
-    Raises as `store_errors` does.
-    """
+    """Refuse a database that cannot be opened, or is another program's. Servers are not checked: MLflow's client fails fast."""
     if location.served:
         return
     with store_errors(location):

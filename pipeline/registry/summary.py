@@ -52,7 +52,6 @@ class Summary(StrictModel):
 
     @property
     def single(self) -> bool:
-        """Whether it is a single evaluation."""
         return max(len(self.names), len(self.candidates)) < 2
 
     @property
@@ -83,10 +82,7 @@ def sweeps(workdir: Path) -> list[str]:
 
 
 def load(workdir: Path, sweep: str | None = None) -> Summary:
-    """Return the summary of a sweep, by default the summary that was written last. If there is none, return an empty summary.
-
-    Raises UserError if the named sweep does not exist.
-    """
+    """Return the summary of a sweep, by default the last one or an empty one. Raises UserError for an unknown sweep."""
     if sweep is None:
         return _read(workdir, FILE) or Summary()
     loaded = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
