@@ -66,8 +66,7 @@ def check_launch(
 def check_counts(tokens: int, sequences: int, splits: int | None, *, ragged: bool) -> None:
     """Check the counts of a launch for new tokens of all sequences. `ragged`: the launch has `query_starts`.
 
-    Raises:
-        ValueError: There are no tokens, they cannot be divided among the sequences, or `splits` is less than 1.
+    Raises ValueError if there are no tokens, they cannot be divided among the sequences, or `splits` is less than 1.
     """
     if not sequences or not tokens:
         raise ValueError(f"lengths and query need at least one sequence and one new token, got {sequences} and {tokens}")

@@ -90,8 +90,7 @@ Compute = Literal["float32", "float16", "bfloat16"]
 class Setting:
     """Values that kernels are specialised for. Each kernel depends on some of them.
 
-    Raises:
-        ValueError: The group or the scaling is out of range.
+    Raises ValueError if the group or the scaling is out of range.
     """
 
     layout: CacheLayout
@@ -181,10 +180,7 @@ def decode_variant(setting: Setting) -> Variant:
 def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int, int]:
     """Return the tokens of a tile and the warps of a program: one warp, which needs no barriers, if it has enough registers.
 
-    Args:
-        layout: Format of the cache.
-        size: Numbers of a program's query, with all terms and padding.
-        sm: Compute capability (80), or None for Triton's interpreter.
+    `size`: numbers of a program's query, with all terms and padding.
     """
     dim, value = layout.head_dim, layout.value
     # If the hardware does not convert fp8_e4m3, the kernel decodes it with integer instructions, which need more registers.

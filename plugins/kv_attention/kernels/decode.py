@@ -173,8 +173,6 @@ def _share(work, sequences, lengths, b, T: tl.constexpr, SINK: tl.constexpr, REC
     """Return the length of sequence b, the number of its pages before a program's share, and the share's range of tiles.
 
     The tiles have positions from SINK to length - RECENT. Pages count from the one with position SINK.
-
-    work: The program's row of the work list.
     """
     begin = tl.load(sequences + b * 4)
     low_page = tl.maximum(tl.load(work + 2) - begin, 0)
