@@ -6,8 +6,7 @@ stand-in uses the digest of its recipe instead, so that two jobs of a sweep with
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -24,7 +23,7 @@ from pipeline.config.compose import Plan
 from pipeline.store.store import Store
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
-from stages.core.artifact import Artifact, Entry, Recipe
+from stages.core.artifact import Artifact, Recipe
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code, required_libraries
 from stages.core.records import Sample
 from stages.engines.onnx.config import OnnxRuntimeConfig
@@ -55,12 +54,11 @@ class DryStore(Store):
 
     makes = False
 
-    @contextmanager
-    def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:  # noqa: ARG002
+    def make(self, recipe: Recipe, build: Callable[[Path], object], *, resumable: bool = False) -> Artifact:  # noqa: ARG002
         path, key = self.path(recipe), recipe.key
         files = defaultdict[str, str](lambda: key)
         stand_in = StandIn(path=path, stage=recipe.stage, key=key, digest=key, files=files, parts=recipe.parts)
-        yield Entry(self.verified(recipe) or stand_in, path)
+        return self.verified(recipe) or stand_in
 
 
 @dataclass

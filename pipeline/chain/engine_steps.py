@@ -1,8 +1,6 @@
 """The steps from a checkpoint to an engine. Each step makes an artifact from earlier ones, or reuses it from the store."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,13 +12,14 @@ from pipeline.config.config import Config
 from pipeline.store.store import Store
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
 from stages.checkpoints.places import locate_checkpoint
-from stages.core.artifact import Artifact, Entry, Recipe
+from stages.core.artifact import Artifact, Recipe
 from stages.core.child import run_in_child
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import UserError
 from stages.core.memory import collect_memory
+from stages.core.records import Progress
 from stages.core.threads import in_threads
-from stages.engines.backend import TORCH, Artifacts, Backend, open_backend
+from stages.engines.backend import TORCH, Artifacts, Backend, Build, open_backend
 from stages.engines.config import BackendConfig
 from stages.engines.torch.config import TorchConfig
 from stages.policies.formats import Rotation
@@ -94,12 +93,13 @@ class EngineSteps(Artifacts):
             return None
         libraries = (*TORCH, "gguf", "numpy")
         recipe = Recipe("checkpoint", ("stages.checkpoints.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
-        with self.making(recipe) as entry:
-            if entry.artifact is None:
-                from stages.checkpoints.gguf.convert import convert_gguf
 
-                convert_gguf(gguf, entry.scratch, progress=entry.progress)
-        return entry.made
+        def build(out: Path, progress: Progress) -> None:
+            from stages.checkpoints.gguf.convert import convert_gguf
+
+            convert_gguf(gguf, out, progress=progress)
+
+        return self.make(recipe, build)
 
     def calibration(self) -> Artifact:
         options = self.config.calibration
@@ -107,37 +107,39 @@ class EngineSteps(Artifacts):
         config: dict[str, Any] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": self.config.seed}
         if options.file is not None:
             inputs["jsonl"], config["jsonl"] = self.digest_of(options.file), options.file.name
-        with self.making(Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)) as entry:
-            if entry.artifact is None:
-                from stages.quantize.calibration import calibration_texts
 
-                arguments = config | {"jsonl": options.file}  # the file itself: the recipe has its digest
-                calibration_texts(self.checkpoint, entry.scratch, **arguments, progress=entry.progress)
-        return entry.made
+        def build(out: Path, progress: Progress) -> None:
+            from stages.quantize.calibration import calibration_texts
+
+            arguments = config | {"jsonl": options.file}  # the file itself: the recipe has its digest
+            calibration_texts(self.checkpoint, out, **arguments, progress=progress)
+
+        return self.make(Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH), build)
 
     def weights(self) -> Artifact:
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
-        with self.making(Recipe("weights", ("stages.quantize.run",), self._quantizing, inputs, MODELOPT)) as entry:
-            if entry.artifact is None:
-                from stages.quantize.run import quantize_weights
 
-                call = quantize_weights if self.config.weights.format == "none" else partial(run_in_child, quantize_weights)
-                texts, progress = self._texts(), entry.progress
-                call(self.checkpoint, entry.scratch, **self._quantizing, calibration_texts=texts, progress=progress)
-        return entry.made
+        def build(out: Path, progress: Progress) -> None:
+            from stages.quantize.run import quantize_weights
+
+            call = quantize_weights if self.config.weights.format == "none" else partial(run_in_child, quantize_weights)
+            call(self.checkpoint, out, **self._quantizing, calibration_texts=self._texts(), progress=progress)
+
+        return self.make(Recipe("weights", ("stages.quantize.run",), self._quantizing, inputs, MODELOPT), build)
 
     def extremes(self, rotation: Rotation) -> Artifact:
         """Return the extremes of keys and values after `rotation`, measured on the calibration texts."""
         weights = self.weights()
         config: dict[str, Any] = {"rotation": rotation, "max_length": self.config.calibration.max_length}
         inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
-        with self.making(Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT)) as entry:
-            if entry.artifact is None:
-                from stages.quantize.run import measure_cache
 
-                paths = (self.checkpoint, weights.path, entry.scratch)
-                run_in_child(measure_cache, *paths, **config, calibration_texts=self._texts(), progress=entry.progress)
-        return entry.made
+        def build(out: Path, progress: Progress) -> None:
+            from stages.quantize.run import measure_cache
+
+            paths = (self.checkpoint, weights.path, out)
+            run_in_child(measure_cache, *paths, **config, calibration_texts=self._texts(), progress=progress)
+
+        return self.make(Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT), build)
 
     def quantized(self, policy: KVPolicy) -> Artifact:
         calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
@@ -145,13 +147,14 @@ class EngineSteps(Artifacts):
         extremes = {rotation: self.extremes(rotation) for rotation in sorted({form.rotation for form in calibrated})}
         inputs |= {f"extremes {rotation}": artifact.digest for rotation, artifact in extremes.items()}
         config = {**self._quantizing, "kv": policy.model_dump()}
-        with self.making(Recipe("quantize", ("stages.quantize.run",), config, inputs, MODELOPT), policy) as entry:
-            if entry.artifact is None:
-                from stages.quantize.run import scale_cache
 
-                paths = {rotation: artifact.path for rotation, artifact in extremes.items()}
-                scale_cache(self.checkpoint, entry.scratch, policy=policy, extremes=paths)
-        return entry.made
+        def build(out: Path, _: Progress) -> None:
+            from stages.quantize.run import scale_cache
+
+            paths = {rotation: artifact.path for rotation, artifact in extremes.items()}
+            scale_cache(self.checkpoint, out, policy=policy, extremes=paths)
+
+        return self.make(Recipe("quantize", ("stages.quantize.run",), config, inputs, MODELOPT), build, policy)
 
     def _quantized_inputs(self) -> dict[str, str]:
         """Return the digests of the artifacts that every quantized checkpoint is made from."""
@@ -173,14 +176,14 @@ class EngineSteps(Artifacts):
         weights, scales = self.weights(), self.quantized(policy)
         config = {**self._quantizing, "kv": policy.model_dump()}
         inputs = self._quantized_inputs() | {"quantized": scales.digest}
-        with self.making(Recipe("exports", ("stages.quantize.export",), config, inputs, MODELOPT), policy) as entry:
-            if entry.artifact is None:
-                from stages.quantize.export import export
 
-                paths = (weights.path, scales.path / SCALES_FILE, entry.scratch)
-                options = {"policy": policy, **self._quantizing}
-                export(self.checkpoint, *paths, **options, calibration_texts=self._texts(), progress=entry.progress)
-        return entry.made
+        def build(out: Path, progress: Progress) -> None:
+            from stages.quantize.export import export
+
+            paths = (self.checkpoint, weights.path, scales.path / SCALES_FILE, out)
+            export(*paths, policy=policy, **self._quantizing, calibration_texts=self._texts(), progress=progress)
+
+        return self.make(Recipe("exports", ("stages.quantize.export",), config, inputs, MODELOPT), build, policy)
 
     @property
     def _quantizing(self) -> dict[str, Any]:
@@ -204,32 +207,32 @@ class EngineSteps(Artifacts):
         content = {"kv": policy.model_dump(), **backend.build_parts()}
         inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
         recipe = Recipe("build", (backend.build_module,), content, inputs, backend.libraries)
-        with self.making(recipe, policy, note) as entry:
-            if entry.artifact is None:
-                scales, progress = quantized.path / SCALES_FILE, entry.progress
-                backend.build(source.path, entry.scratch, policy=policy, scales=scales, progress=progress)
-        return entry.made
 
-    @contextmanager
-    def making(
-        self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
-    ) -> Iterator[Entry]:
+        def build(out: Path, progress: Progress) -> None:
+            backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)
+
+        return self.make(recipe, build, policy, note)
+
+    def make(
+        self, recipe: Recipe, build: Build, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
+    ) -> Artifact:
         # Verification reads every byte, so an artifact that this job has already verified or made is returned unverified.
         finished = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if finished is not None:
-            yield Entry(finished, finished.path)
-            return
+            return finished
+
+        def checked(out: Path) -> None:
+            build(out, progress)
+            self._check_watched()
+            collect_memory()
+
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
-        with show_progress(title) as progress, self.store.making(recipe, resumable=resumable) as entry:
-            entry.progress = progress
-            yield entry
-            if entry.artifact is None:
-                self._check_watched()
-                collect_memory()
-        artifact = entry.made
+        with show_progress(title) as progress:
+            artifact = self.store.make(recipe, checked, resumable=resumable)
         self.finished.append((title, artifact))
         if self.store.makes:
             console.step(title, artifact.path, None if artifact.reused else artifact.seconds)
+        return artifact
 
     def _check_watched(self) -> None:
         for path, state in self._watched.items():

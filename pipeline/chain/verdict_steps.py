@@ -22,7 +22,7 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import json_digest
 from stages.core.memory import collect_memory, return_large_blocks
-from stages.core.records import Sample
+from stages.core.records import Progress, Sample
 from stages.engines.backend import TORCH
 from stages.engines.interface import Engine
 from stages.engines.torch.backend import TorchBackend
@@ -78,21 +78,20 @@ class VerdictSteps:
             answers = artifacts[answers_input(number)] = self.round(FP16_POLICY, number)
             artifacts[round_input(number)] = self.round(policy, number, answers)
         self.release()
-        with self.chain.making(self.recipe("evaluate", "joining", artifacts), policy) as entry:
-            if entry.artifact is None:
-                self._join(artifacts).write(entry.scratch)
-        return entry.made
+        recipe = self.recipe("evaluate", "joining", artifacts)
+        return self.chain.make(recipe, lambda out, _: self._join(artifacts).write(out), policy)
 
     @cached_property
     def encoded_samples(self) -> Artifact:
         """The tokens of every sample, shared by the engines of all policies."""
         recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.chain.bundle(FP16_POLICY)}, exclude=MEASURED_ONCE)
-        with self.chain.making(recipe) as entry:
-            if entry.artifact is None:
-                from stages.evaluate.inputs.tokens import encode_rounds, write_encoded
 
-                write_encoded(encode_rounds(self.samples, self._tokenizer, self.config.workloads), entry.scratch)
-        return entry.made
+        def build(out: Path, _: Progress) -> None:
+            from stages.evaluate.inputs.tokens import encode_rounds, write_encoded
+
+            write_encoded(encode_rounds(self.samples, self._tokenizer, self.config.workloads), out)
+
+        return self.chain.make(recipe, build)
 
     def round(self, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
         """Return the measurements of `policy`'s engine on a round's samples.
@@ -102,23 +101,24 @@ class VerdictSteps:
         stage = "baseline" if baseline is None else "round"
         workloads = self.config.workloads
         recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), exclude=MEASURED_ONCE, round=number)
-        with self.chain.making(recipe, policy, f" {number}/{self._rounds}", resumable=True) as entry:
-            if entry.artifact is None:
-                from stages.evaluate.measure import measure
 
-                pair = self.load(policy)
-                measure(
-                    pair.engine,
-                    self._in_round(number),
-                    self._tokenizer,
-                    entry.scratch,
-                    config=workloads,
-                    progress=entry.progress,
-                    baseline=None if baseline is None else baseline.path,
-                    reference=pair.reference if number == 1 and not workloads.is_quick_check else None,
-                    allow_scale_changes=self.config.gates.allow_scale_changes,
-                )
-        return entry.made
+        def build(out: Path, progress: Progress) -> None:
+            from stages.evaluate.measure import measure
+
+            pair = self.load(policy)
+            measure(
+                pair.engine,
+                self._in_round(number),
+                self._tokenizer,
+                out,
+                config=workloads,
+                progress=progress,
+                baseline=None if baseline is None else baseline.path,
+                reference=pair.reference if number == 1 and not workloads.is_quick_check else None,
+                allow_scale_changes=self.config.gates.allow_scale_changes,
+            )
+
+        return self.chain.make(recipe, build, policy, f" {number}/{self._rounds}", resumable=True)
 
     def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
         """Return the measurements of `policy`'s engine that are taken once instead of per round.
@@ -128,24 +128,25 @@ class VerdictSteps:
         stage = "baseline_once" if baseline is None else "once"
         config = self.config.workloads
         inputs = {**self.inputs(policy, baseline), "measured": measured}
-        with self.chain.making(self.recipe(stage, "measured_once", inputs), policy) as entry:
-            if entry.artifact is None:
-                from stages.evaluate.measured_once import measure_once
 
-                pair = self.load(policy)
-                self.release()  # for later steps: the must-fail control leaves its fault in the engine
-                measure_once(
-                    pair.engine,
-                    self._in_round(1),
-                    self._tokenizer,
-                    measured.path,
-                    config=config,
-                    progress=entry.progress,
-                    reference=None if baseline is None or config.is_quick_check else pair.reference,
-                    baseline=None if baseline is None else baseline.path,
-                    planned=self._encoded,
-                ).write(entry.scratch)
-        return entry.made
+        def build(out: Path, progress: Progress) -> None:
+            from stages.evaluate.measured_once import measure_once
+
+            pair = self.load(policy)
+            self.release()  # for later steps: the must-fail control leaves its fault in the engine
+            measure_once(
+                pair.engine,
+                self._in_round(1),
+                self._tokenizer,
+                measured.path,
+                config=config,
+                progress=progress,
+                reference=None if baseline is None or config.is_quick_check else pair.reference,
+                baseline=None if baseline is None else baseline.path,
+                planned=self._encoded,
+            ).write(out)
+
+        return self.chain.make(self.recipe(stage, "measured_once", inputs), build, policy)
 
     def identity(self, evaluation: Artifact, verdict: Verdict) -> Artifact:
         """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
@@ -153,10 +154,9 @@ class VerdictSteps:
         identity = make_identity(config, [Link.of(title, artifact) for title, artifact in self.chain.finished], verdict)
         content = {"identity": json_digest(identity.model_dump(mode="json"))}
         recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
-        with self.chain.making(recipe, config.kv) as entry:
-            if entry.artifact is None:
-                write_identity(identity, evaluation.path, config.workloads, entry.scratch, config.signing)
-        return entry.made
+        return self.chain.make(
+            recipe, lambda out, _: write_identity(identity, evaluation.path, config.workloads, out, config.signing), config.kv
+        )
 
     def inputs(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return the inputs of a measurement by name: the engine, the samples, and the artifacts to compare with."""

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -22,7 +22,7 @@ from socket import gethostname
 from typing import Any, ClassVar
 
 from pipeline.store.locks import locked, locked_at_once
-from stages.core.artifact import Artifact, Entry, Recipe
+from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest, tree_files
 from stages.core.errors import UserError
 from stages.core.files import STORE_FILE, sweep_pool, write_atomically
@@ -54,11 +54,10 @@ class Store:
     def path(self, recipe: Recipe) -> Path:
         return self.root / recipe.place(recipe.stage, recipe.key)
 
-    @contextmanager
-    def making(self, recipe: Recipe, *, resumable: bool = False) -> Iterator[Entry]:
-        """Hold the lock of an artifact while the block runs. If the artifact is missing, the block fills an empty directory.
+    def make(self, recipe: Recipe, build: Callable[[Path], object], *, resumable: bool = False) -> Artifact:
+        """Return the artifact of a recipe. If it is missing, `build` fills an empty directory, under the artifact's lock.
 
-        If the block raises, the directory is removed. With `resumable` the directory is kept, and the next block may find files
+        If `build` raises, the directory is removed. With `resumable` the directory is kept, and the next `build` may find files
         of an earlier attempt: it must trust only files that it can check, and remove files that do not belong to the artifact.
         """
         self._prepare()
@@ -67,14 +66,12 @@ class Store:
         with locked(lock_of(target), f"the artifact {recipe.place(recipe.stage, recipe.key)}"):
             existing = self.verified(recipe)
             if existing is not None:
-                yield Entry(existing, existing.path)
-                return
+                return existing
             started = time.monotonic()
             scratch = unfinished(self.root, recipe.stage, recipe.key, resumable=resumable)
             scratch.mkdir(parents=True, exist_ok=True)
-            entry = Entry(None, scratch)
             try:
-                yield entry
+                build(scratch)
                 self._seal(scratch, recipe, time.monotonic() - started)
                 if target.exists():  # it failed its verification
                     shutil.rmtree(target)
@@ -82,7 +79,10 @@ class Store:
             finally:
                 if not resumable:
                     shutil.rmtree(scratch, ignore_errors=True)
-        entry.artifact = self.verified(recipe, reused=False)
+        made = self.verified(recipe, reused=False)
+        if made is None:
+            raise UserError(f"{scratch}: was changed while this command finished it; run the command again")
+        return made
 
     def _prepare(self) -> None:
         """Make the store or check its version, and remove leftovers of dead processes; once per `Store`."""

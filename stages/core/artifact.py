@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from stages.core.digest import code_digest, files_digest, json_digest
-from stages.core.errors import MissingRequirement, UserError
+from stages.core.errors import MissingRequirement
 from stages.core.hardware import hardware
-from stages.core.records import Progress, no_progress
 
 SCHEMA = 1
 """Version of manifests and recipes."""
@@ -36,24 +35,6 @@ class Artifact:
 
     def digest_under(self, folder: str) -> str:
         return files_digest(self.files, folder)
-
-
-@dataclass
-class Entry:
-    """An artifact of the store, or the directory in which a stage builds it."""
-
-    artifact: Artifact | None
-    """The finished artifact; None during the build."""
-    scratch: Path
-    progress: Progress = no_progress
-    """Callback that reports the progress of the build."""
-
-    @property
-    def made(self) -> Artifact:
-        """The finished artifact. Raises UserError if its files were changed before they were verified."""
-        if self.artifact is None:
-            raise UserError(f"{self.scratch}: was changed while this command finished it; run the command again")
-        return self.artifact
 
 
 @dataclass(frozen=True)

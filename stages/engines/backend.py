@@ -5,14 +5,14 @@ libraries when they need them.
 """
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from stages.checkpoints.description import CheckpointInfo
-from stages.core.artifact import Artifact, Entry, Recipe
+from stages.core.artifact import Artifact, Recipe
 from stages.core.records import Progress
 from stages.engines.config import BackendConfig
 from stages.engines.interface import Engine
@@ -45,6 +45,10 @@ class Source:
     digest: str
 
 
+Build = Callable[[Path, Progress], object]
+"""Function that fills an artifact's directory, and reports its progress."""
+
+
 class Artifacts(Protocol):
     """The artifacts of one configuration. Each method builds its artifact, or reuses it from the store."""
 
@@ -73,12 +77,12 @@ class Artifacts(Protocol):
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
         ...
 
-    def making(
-        self, recipe: Recipe, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
-    ) -> AbstractContextManager[Entry]:
-        """Yield the entry of an artifact. If the artifact is missing, the `with` block writes it to the entry's `scratch`.
+    def make(
+        self, recipe: Recipe, build: Build, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
+    ) -> Artifact:
+        """Return the artifact of a recipe. If it is missing, `build` makes it.
 
-        `policy` and `note` complete the artifact's title. `pipeline.store.store.Store.making` explains `resumable`.
+        `policy` and `note` complete the artifact's title. `pipeline.store.store.Store.make` explains `resumable`.
         """
         ...
 

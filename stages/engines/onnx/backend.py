@@ -4,6 +4,7 @@ from pathlib import Path
 
 from stages.core.artifact import Recipe
 from stages.core.child import run_in_child
+from stages.core.records import Progress
 from stages.engines.backend import ROUNDING, TORCH, Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
 from stages.engines.onnx.config import OnnxRuntimeConfig
@@ -39,13 +40,14 @@ class OnnxBackend(Backend[OnnxRuntimeConfig]):
         inputs = {"checkpoint": weights.digest_under("checkpoint")}
         libraries = (*TORCH, *self.libraries)
         recipe = Recipe("export", ("stages.engines.onnx.export",), {"compute_dtype": dtype}, inputs, libraries)
-        with artifacts.making(recipe) as entry:
-            if entry.artifact is None:
-                from stages.engines.onnx.export import export_decoder
 
-                paths = weights.path / "checkpoint", entry.scratch
-                run_in_child(export_decoder, *paths, compute_dtype=dtype, progress=entry.progress)
-        return Source(entry.made.path, entry.made.digest)
+        def build(out: Path, progress: Progress) -> None:
+            from stages.engines.onnx.export import export_decoder
+
+            run_in_child(export_decoder, weights.path / "checkpoint", out, compute_dtype=dtype, progress=progress)
+
+        export = artifacts.make(recipe, build)
+        return Source(export.path, export.digest)
 
     def run_parts(self) -> dict[str, object]:
         return {"threads": self.config.threads, "attention": self._attention()}

@@ -73,11 +73,12 @@ class FakeBackend(Backend[Any]):
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         weights = artifacts.weights()
         recipe = Recipe("export", (CODE,), {}, {"checkpoint": weights.digest_under("checkpoint")})
-        with artifacts.making(recipe) as entry:
-            if entry.artifact is None:
-                digest = file_digest(weights.path / "checkpoint" / "model.safetensors")
-                (entry.scratch / "decoder.onnx").write_text(digest)
-        return Source(entry.made.path, entry.made.digest)
+
+        def build(out: Path, _: Progress) -> None:
+            (out / "decoder.onnx").write_text(file_digest(weights.path / "checkpoint" / "model.safetensors"))
+
+        export = artifacts.make(recipe, build)
+        return Source(export.path, export.digest)
 
     def build_parts(self) -> dict[str, object]:
         return {"backend": type(self.config).__name__}

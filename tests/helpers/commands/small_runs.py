@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from helpers.registry.candidates import candidate_in, judged_candidate
-from helpers.registry.stores import make_artifact
 from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
@@ -48,16 +47,14 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
         link_or_copy(checkpoint, out / "checkpoint" / checkpoint.name)
         (out / "kv_scales.json").write_text(json.dumps({"policy": policy}))
 
-    quantized = make_artifact(
-        store, Recipe("quantize", CODE, {"kv": policy}, {"checkpoint": file_digest(checkpoint)}), quantize
-    )
+    quantized = store.make(Recipe("quantize", CODE, {"kv": policy}, {"checkpoint": file_digest(checkpoint)}), quantize)
 
     def bundle(out: Path) -> None:
         link_or_copy(quantized.path / "checkpoint" / checkpoint.name, out / "weights.bin")
         for name in ("bundle.json", "kv_policy.json"):
             (out / name).write_text(json.dumps({"kv": policy}))
 
-    return quantized, make_artifact(store, Recipe("build", CODE, {"kv": policy}, {"model": quantized.digest}), bundle)
+    return quantized, store.make(Recipe("build", CODE, {"kv": policy}, {"model": quantized.digest}), bundle)
 
 
 def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> RunResult:
@@ -76,14 +73,12 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
             (out / ".part").unlink(missing_ok=True)
 
         recipe = Recipe("round", CODE, {"kv": policy}, {"engine": engine.digest})
-        measured = make_artifact(Store(work / "artifacts"), recipe, measure, resumable=True)
+        measured = Store(work / "artifacts").make(recipe, measure, resumable=True)
 
         def report(out: Path) -> None:
             judged_candidate(out, policy, metrics={})
 
-        judged = make_artifact(
-            Store(work / "artifacts"), Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report
-        )
+        judged = Store(work / "artifacts").make(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
         candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
         registered = opened.register(run, candidate)

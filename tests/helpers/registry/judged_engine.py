@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.registry.stores import make_artifact
 from helpers.verdicts.reports import every_class, report
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
@@ -49,7 +48,7 @@ class Chain:
                 (out / name).write_text(content)
 
         full_recipe = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
-        artifact = make_artifact(self.store, full_recipe, write)
+        artifact = self.store.make(full_recipe, write)
         self.links.append(Link.of(title, artifact))
         return artifact
 
@@ -110,8 +109,7 @@ def judged_engine(
     policy_config = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
     identity = make_identity(policy_config, chain.links, verdict)
-    return make_artifact(
-        chain.store,
+    return chain.store.make(
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
         lambda out: write_identity(identity, evaluation.path, config.workloads, out, config.signing),
     ).path

@@ -1,7 +1,7 @@
-"""Artifacts and tracking stores that tests make."""
+"""Tracking stores that tests make."""
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,6 @@ from typing import Any
 import pytest
 
 from helpers.shared import once
-from pipeline.store.store import Store
-from stages.core.artifact import Artifact, Recipe
-
-
-def make_artifact(store: Store, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
-    """Return the artifact of a recipe: verified and reused if it exists, else made by `fill`."""
-    with store.making(recipe, resumable=resumable) as entry:
-        if entry.artifact is None:
-            fill(entry.scratch)
-    return entry.made
 
 
 @contextmanager

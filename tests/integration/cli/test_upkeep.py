@@ -16,7 +16,6 @@ from helpers.commands.interruptions import attempt
 from helpers.commands.jobs import run_job
 from helpers.registry.evidence_copies import edit
 from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
-from helpers.registry.stores import make_artifact
 from rich.filesize import decimal
 
 from pipeline.cli import upkeep
@@ -106,7 +105,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> Grou
             if kv != "int8_tensor":
                 ground.command("stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
         judge(work, ground.store, LAST, "fp8k_int4v")
-        make_artifact(Store(ground.artifacts), Recipe("extremes", (), {}, {}), write_one)
+        Store(ground.artifacts).make(Recipe("extremes", (), {}, {}), write_one)
     return ground
 
 
@@ -203,7 +202,7 @@ def test_a_killed_prune_leaves_whole_artifacts(ground: Ground, tmp_path: Path) -
         assert attempt(partial(remove, copied, still_removable(copied)), copied, at).code == -signal.SIGKILL
         assert broken(copied) == []
         assert needed <= {piece.place for piece in walk(copied)}
-        make_artifact(Store(copied), Recipe("demo", (), {"at": at}, {}), write_one)
+        Store(copied).make(Recipe("demo", (), {"at": at}, {}), write_one)
         assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes leftovers"
 
 

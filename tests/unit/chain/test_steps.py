@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 from helpers.commands.fake_stages import use_fake_stages
 from helpers.commands.jobs import configured
-from helpers.registry.stores import make_artifact
 
 from pipeline.chain import actions, runner
 from pipeline.chain.engine_steps import EngineSteps
@@ -32,14 +31,12 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
     hashed = Mock(wraps=tree_files)
     recipe = Recipe("demo", ("stages.policies.policy",), {}, {})
     store = Store(tmp_path)
-    make_artifact(store, recipe, lambda _: None)
+    store.make(recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", hashed)
-    config: Any = None  # `making` does not use the configuration
+    config: Any = None  # `make` does not use the configuration
     chain = EngineSteps(config, store)
-    with chain.making(recipe) as first:
-        pass
-    with chain.making(recipe) as again:
-        assert again.artifact is first.made
+    first = chain.make(recipe, lambda *_: None)
+    assert chain.make(recipe, lambda *_: None) is first
     assert hashed.call_count == 1
     assert len(chain.finished) == 1
 
@@ -52,14 +49,14 @@ def swap(link: Path) -> None:
 
 @pytest.mark.parametrize("change", [swap, Path.unlink, lambda path: path.resolve().write_text("two")])
 def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[Path], object], tmp_path: Path) -> None:
-    config: Any = None  # `making` does not use the configuration
+    config: Any = None  # `make` does not use the configuration
     chain, link = EngineSteps(config, Store(tmp_path / "store")), tmp_path / "link"
     (tmp_path / "one").write_text("1")
     link.symlink_to("one")
     recipe = Recipe("demo", ("stages.policies.policy",), {}, {"jsonl": chain.digest_of(link)})
     message = "link: was changed while this command read it; run the command again"
-    with pytest.raises(UserError, match=message), chain.making(recipe):
-        change(link)
+    with pytest.raises(UserError, match=message):
+        chain.make(recipe, lambda *_: change(link))
     assert not chain.store.path(recipe).exists()
 
 

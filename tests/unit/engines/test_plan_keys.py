@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from helpers.commands.jobs import configured
 from helpers.refusals import refused
-from helpers.registry.stores import make_artifact
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
@@ -34,14 +33,12 @@ class _Made(EngineSteps):
     """Chain steps whose quantized scales and ONNX bundles are empty artifacts."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
-        return make_artifact(
-            self.store, Recipe("quantize", ("stages.policies.policy",), {}, {}), lambda out: (out / SCALES_FILE).touch()
-        )
+        return self.store.make(Recipe("quantize", ("stages.policies.policy",), {}, {}), lambda out: (out / SCALES_FILE).touch())
 
     def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
         if config is None:
             return super().bundle(policy)
-        return make_artifact(self.store, Recipe("build", ("stages.policies.policy",), {}, {}), lambda _: None)
+        return self.store.make(Recipe("build", ("stages.policies.policy",), {}, {}), lambda _: None)
 
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.registry.stores import make_artifact
 
 import stages
 from pipeline.store import locks
@@ -63,8 +62,8 @@ def test_whatever_can_change_the_bytes_changes_the_key(other: dict[str, Any]) ->
 )
 def test_what_was_altered_is_noticed_and_made_again(tmp_path: Path, alter: Callable[[Path], object]) -> None:
     store = Store(tmp_path)
-    alter(make_artifact(store, recipe(a=1), write_one).path)
-    again = make_artifact(store, recipe(a=1), write_one)
+    alter(store.make(recipe(a=1), write_one).path)
+    again = store.make(recipe(a=1), write_one)
     assert not again.reused
     assert (again.path / "sub" / "one.txt").read_text() == "one"
 
@@ -78,9 +77,9 @@ def test_an_artifact_that_changes_while_sealed_is_refused(tmp_path: Path, monkey
 
     monkeypatch.setattr(Path, "rename", altered)
     with pytest.raises(UserError, match="was changed while this command finished it; run the command again"):
-        make_artifact(Store(tmp_path), recipe(), write_one)
+        Store(tmp_path).make(recipe(), write_one)
     monkeypatch.undo()
-    assert not make_artifact(Store(tmp_path), recipe(), write_one).reused
+    assert not Store(tmp_path).make(recipe(), write_one).reused
 
 
 def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
@@ -90,9 +89,9 @@ def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:
 
     store = Store(tmp_path)
     with pytest.raises(RuntimeError, match="disk on fire"):
-        make_artifact(store, recipe(), fail)
+        store.make(recipe(), fail)
     assert [path for path in tmp_path.glob("**/demo/*") if path.is_dir()] == []
-    assert not make_artifact(store, recipe(), write_one).reused
+    assert not store.make(recipe(), write_one).reused
 
 
 def test_a_resumable_artifact_continues_from_its_own_recipe(tmp_path: Path) -> None:
@@ -107,17 +106,17 @@ def test_a_resumable_artifact_continues_from_its_own_recipe(tmp_path: Path) -> N
     store = Store(tmp_path)
     for a in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            make_artifact(store, recipe(a=a), fill, resumable=True)
+            store.make(recipe(a=a), fill, resumable=True)
     assert not store.path(recipe(a=1)).exists()
-    made = make_artifact(store, recipe(a=1), fill, resumable=True)
+    made = store.make(recipe(a=1), fill, resumable=True)
     assert found == [[], [], ["part1"]]
     assert sorted(made.files) == ["part1", "part3"]
     assert [path.name for path in (tmp_path / ".partial" / "demo").iterdir()] == [recipe(a=2).key]
-    assert make_artifact(store, recipe(a=1), fill, resumable=True).reused
+    assert store.make(recipe(a=1), fill, resumable=True).reused
 
 
 def test_only_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
-    make_artifact(Store(tmp_path), recipe(a=1), write_one)
+    Store(tmp_path).make(recipe(a=1), write_one)
     keys = {a: recipe(a=a).key for a in (1, 2, 3)}
     for key in keys.values():
         for name in (key, f".{key}"):
@@ -125,10 +124,10 @@ def test_only_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
             (tmp_path / PARTIAL / "demo" / name / "half").write_text("x")
     with locked_at_once(lock_of(Store(tmp_path).path(recipe(a=2)))) as held:
         assert held
-        make_artifact(Store(tmp_path), recipe(a=4), write_one)
+        Store(tmp_path).make(recipe(a=4), write_one)
     # A resumable scratch folder stays; a finished artifact needs none.
     assert {path.name for path in (tmp_path / PARTIAL / "demo").iterdir()} == {keys[2], f".{keys[2]}", keys[3]}
-    artifact = make_artifact(Store(tmp_path), recipe(a=2), write_one)
+    artifact = Store(tmp_path).make(recipe(a=2), write_one)
     assert sorted(artifact.files) == ["sub/one.txt"], "made in an empty directory"
 
 
@@ -149,9 +148,9 @@ def test_a_store_names_its_users_and_others_can_lock_it(tmp_path: Path) -> None:
 
 
 def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
-    make_artifact(Store(tmp_path / "here"), recipe(), write_one)
+    Store(tmp_path / "here").make(recipe(), write_one)
     (tmp_path / "here").rename(tmp_path / "there")
-    moved = make_artifact(Store(tmp_path / "there"), recipe(), write_one)
+    moved = Store(tmp_path / "there").make(recipe(), write_one)
     assert moved.reused
     assert str(tmp_path) not in (moved.path / MANIFEST).read_text()
 
@@ -160,7 +159,7 @@ def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
 def test_a_store_of_another_form_is_refused_with_a_line(content: str, tmp_path: Path) -> None:
     (tmp_path / STORE_FILE).write_text(content, errors="surrogateescape")
     with pytest.raises(UserError, match="the store is of another version of kvgate, or damaged; use that version"):
-        make_artifact(Store(tmp_path), recipe(), write_one)
+        Store(tmp_path).make(recipe(), write_one)
     assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]
 
 
@@ -176,7 +175,7 @@ def test_a_folders_digest_ignores_siblings_and_nan_has_none(tmp_path: Path) -> N
         (out / "else.txt").write_text("x")
 
     store = Store(tmp_path)
-    plain, more = make_artifact(store, recipe(a=1), write_one), make_artifact(store, recipe(a=2), with_sibling)
+    plain, more = store.make(recipe(a=1), write_one), store.make(recipe(a=2), with_sibling)
     assert plain.digest != more.digest
     assert plain.digest_under("sub") == more.digest_under("sub")
     with pytest.raises(ValueError, match="not JSON compliant"):
