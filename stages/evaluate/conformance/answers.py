@@ -81,7 +81,7 @@ class AnswerChecks:
         ]
         replays = list[Replay]()
         for group in group_passes(feds):
-            replays += self.comparer.reference.replay(group, disturbed=False)
+            replays += self.comparer.reference.engine.replay(group)
             advance(sum(len(fed.tokens) for fed in group))
         for answer, replay in zip(answers, replays, strict=True):
             if contradiction(self.engine, replay.logits, answer.chosen(replay.logits)) is not None:

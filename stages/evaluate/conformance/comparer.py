@@ -93,7 +93,9 @@ class SequenceComparer:
                 if count := sequence.shared_tokens(sequences[i], chunk):
                     origins[number] = i, count
                     break
-        return list(zip(self.reference.replay(feds, caches, disturbed=disturbed, origins=origins), problems, strict=True))
+        rounding = self.reference.rounding if disturbed else 0.0
+        replays = self.reference.engine.replay(feds, caches, rounding=rounding, origins=origins)
+        return list(zip(replays, problems, strict=True))
 
     def compare(self, sequence: ForcedSequence, replay: Replay, problem: str) -> ComparedSequence:
         policy, replay = self.engine.policy, replay.tail(len(sequence.logits))

@@ -128,8 +128,8 @@ def full_pool(test: StressTest) -> None:
         tokens = [*begin, *test.draw(length - PAGE_TOKENS + steps)]
         named.append((f"request {number} of {length} and {steps} tokens", (tokens, length)))
     result = fill_pool(test.engine, named, rounds=test.scaled(ROUNDS))
-    test.counts.requests += result.requests
-    test.counts.preempted += result.preempted
+    test.counts["requests"] += result.requests
+    test.counts["preempted"] += result.preempted
     test.failures += [f"full pool: {deviation}" for deviation in result.deviations[:3]]
 
 

@@ -6,16 +6,11 @@ codes change the logits more than some faults do. The reference engine therefore
 activations that are disturbed by a rounding error. The distance between the two results is the unit of the allowed distance.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.checkpoints.description import TOKENS
-from stages.core.records import StoredCopy
 from stages.engines.backend import ROUNDING
-from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine
-from stages.engines.reference.replay import Replay
-from stages.policies.policy import Side
 from stages.verdict.conformance import ALLOWED, MEASURED_ALLOWED, EngineConformance, allowed
 
 MIN_MEASURED = 1 / 16
@@ -79,14 +74,3 @@ class ReferenceEngine:
         named = [getattr(config, name, None) for name in TOKENS]
         ids = [token for name in named for token in (name if isinstance(name, list) else [name])]
         return [token for token in dict.fromkeys(ids) if isinstance(token, int) and 0 <= token < self.engine.vocab_size]
-
-    def replay(
-        self,
-        sequences: Sequence[Fed],
-        caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (),
-        *,
-        disturbed: bool = True,
-        origins: Sequence[tuple[int, int]] = (),
-    ) -> list[Replay]:
-        """Replay sequences as `TorchEngine.replay` does. `disturbed` adds rows with disturbed activations."""
-        return self.engine.replay(sequences, caches, rounding=self.rounding if disturbed else 0.0, origins=origins)

@@ -5,6 +5,7 @@ reference engine replays all its sequences together over the recorded codes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -41,28 +42,6 @@ T = TypeVar("T")
 
 
 @dataclass
-class Counts:
-    """Counts and maxima of a run; `StressResult` has their meanings."""
-
-    requests: int = 0
-    rows: int = 0
-    prompts: int = 0
-    turns: int = 0
-    forks: int = 0
-    steps: int = 0
-    preempted: int = 0
-    tokens: int = 0
-    decoded: int = 0
-    batch: int = 0
-    together: int = 0
-
-    def reach(self, *, tokens: int = 0, decoded: int = 0, batch: int = 0, together: int = 0) -> None:
-        """Raise maxima."""
-        self.tokens, self.decoded = max(self.tokens, tokens), max(self.decoded, decoded)
-        self.batch, self.together = max(self.batch, batch), max(self.together, together)
-
-
-@dataclass
 class StressTest:
     """State of a run over all scenarios."""
 
@@ -84,7 +63,8 @@ class StressTest:
     """Name of the running scenario."""
     failures: list[str] = field(default_factory=list)
     """Messages about wrong answers, refused scenarios, and influence between requests."""
-    counts: Counts = field(default_factory=Counts)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Counts and maxima of the run, by field of `StressResult`."""
     computed: int = 0
     """Tokens that the engine was fed or generated, and tokens that the reference engine replayed."""
     unreplayed: int = 0
@@ -109,6 +89,10 @@ class StressTest:
     def _advance(self, tokens: int) -> None:
         self.computed += tokens
         self.progress("stress test [tokens]", self.computed, max(self.expected, self.computed))
+
+    def _reach(self, **maxima: int) -> None:
+        """Raise the maxima among `counts`."""
+        self.counts |= Counter(maxima)  # the union keeps the larger values
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -160,7 +144,7 @@ class StressTest:
         """Prefill sequences together."""
         handles, logits = self.engine.prefill([sequence.prompt for sequence in sequences])
         self._advance(sum(len(sequence.prompt) for sequence in sequences))
-        self.counts.requests += len(sequences)
+        self.counts["requests"] += len(sequences)
         for row, (sequence, handle) in enumerate(zip(sequences, handles, strict=True)):
             sequence.handle = handle
             self._take(sequence, sequence.prompt, logits[row], row, len(sequences), decoded=False)
@@ -174,13 +158,13 @@ class StressTest:
         sequence.feed(tokens, logits_V, (row, batch), decoded=decoded)
         if sequence.watched:
             self.unreplayed += len(tokens)
-            self.counts.rows += 1
-            self.counts.prompts += not decoded
-            self.counts.reach(tokens=len(sequence.tokens))
+            self.counts["rows"] += 1
+            self.counts["prompts"] += not decoded
+            self._reach(tokens=len(sequence.tokens))
             if tokens is sequence.prompt:
                 self.prompt_offsets.add(len(tokens) % PAGE_TOKENS)
             if decoded:
-                self.counts.reach(decoded=sequence.decoded, batch=batch)
+                self._reach(decoded=sequence.decoded, batch=batch)
                 self.offsets.add((len(sequence.tokens) - 1) % PAGE_TOKENS)
 
     def decode(self, *sequences: ForcedSequence, steps: int = 1) -> None:
@@ -191,7 +175,7 @@ class StressTest:
             tokens = [s.ahead.pop(0) if s.ahead else token for s, token in zip(sequences, drawn, strict=True)]
             logits = self.engine.decode([sequence.handle for sequence in sequences], tokens)
             self._advance(len(tokens))
-            self.counts.steps += 1
+            self.counts["steps"] += 1
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
                 self._take(sequence, [token], logits[row], row, len(sequences), decoded=True)
             self._observe([sequence for sequence in sequences if self.comparer.frees_next(sequence)])
@@ -206,7 +190,7 @@ class StressTest:
         assert isinstance(self.engine, SupportsExtend)
         logits_V = self.engine.extend(sequence.handle, tokens)
         self._advance(len(tokens))
-        self.counts.turns += sequence.decoded > 0
+        self.counts["turns"] += sequence.decoded > 0
         self._take(sequence, tokens, logits_V, 0, 1, decoded=False)
         self._observe(observed)
 
@@ -227,8 +211,8 @@ class StressTest:
         assert isinstance(self.engine, SupportsFork)
         ahead = self.draw(steps)
         branch = sequence.branch(role, self.engine.fork(sequence.handle), ahead)
-        self.counts.forks += 1
-        self.counts.requests += 1
+        self.counts["forks"] += 1
+        self.counts["requests"] += 1
         self.live.append(branch)
         return branch
 
@@ -242,7 +226,7 @@ class StressTest:
         """Generate and return free answers. Their tokens are checked at the end of the scenario."""
         at_once = at_once or self.largest
         answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
-        self.counts.requests += len(sequences)
+        self.counts["requests"] += len(sequences)
         self._advance(sum(len(sequence.prompt) for sequence in sequences) + sum(map(len, answers)))
         for sequence, answer, limit in zip(sequences, answers, limits, strict=True):
             self.answers.take(sequence, answer, limit, stops)
@@ -298,7 +282,7 @@ class StressTest:
 
     def _reach_together(self, lengths: list[int]) -> None:
         """Record the second longest of the lengths in a full batch."""
-        self.counts.reach(together=sorted(lengths)[-2:][0])
+        self._reach(together=sorted(lengths)[-2:][0])
 
     def _check_pages(self, live: Sequence[ForcedSequence]) -> None:
         """Report pages that the policy should have freed. Call it while only `live` and the resting sequences are live."""

@@ -8,7 +8,6 @@ codes that the engine stored, and the codes themselves.
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
@@ -73,7 +72,7 @@ def run_stress_test(
         page_offsets=len(test.offsets),
         failures=failures,
         allocation=test.allocation or allocation(engine),
-        **asdict(test.counts),
+        **test.counts,
     )
 
 
