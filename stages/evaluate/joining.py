@@ -11,7 +11,7 @@ import numpy as np
 from stages.core.records import finite
 from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import MeasuredOnce, Round
-from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.distance import StepStatistics, TokenStatistics, join_statistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
@@ -109,18 +109,18 @@ def _exp(value: float) -> float | None:
 
 def fidelity(steps: StepStatistics) -> Fidelity:
     """Summarize the statistics of tokens. A NaN makes the summaries of its field null, because every token must count."""
-    mean = {name: float(values.mean()) for name, values in vars(steps).items()}
+    mean = TokenStatistics(*(float(values.mean()) for values in steps))
     p999, largest = (finite(value) for value in np.percentile(steps.kl, [99.9, 100]).tolist())
     return Fidelity(
         tokens=len(steps.kl),
-        baseline_nll=finite(mean["baseline_nll"]),
-        candidate_nll=finite(mean["candidate_nll"]),
-        ppl_ratio=_exp(mean["candidate_nll"] - mean["baseline_nll"]),
-        kl_mean=finite(mean["kl"]),
+        baseline_nll=finite(mean.baseline_nll),
+        candidate_nll=finite(mean.candidate_nll),
+        ppl_ratio=_exp(mean.candidate_nll - mean.baseline_nll),
+        kl_mean=finite(mean.kl),
         kl_p999=p999,
         kl_max=largest,
-        top1_agreement=finite(mean["top1"]),
-        top10_overlap=finite(mean["top10"]),
+        top1_agreement=finite(mean.top1),
+        top10_overlap=finite(mean.top10),
         non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
     )
 
@@ -158,7 +158,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
             context=key[1],
             samples=len(inside),
             accuracy=Accuracy.from_rows(judged) if judged else None,
-            fidelity=fidelity(StepStatistics.joined([statistics[i] for i in members[key]])),
+            fidelity=fidelity(join_statistics([statistics[i] for i in members[key]])),
             acceptance=acceptance(inside),
         )
 

@@ -27,8 +27,8 @@ from stages.evaluate.distances.distance import (
     LogProbs,
     LogProbsReader,
     SampleLogProbs,
-    StepStatistics,
     TokenStatistics,
+    collect_statistics,
     compare_logprobs,
     stored_logprobs,
     truncate_row,
@@ -204,7 +204,7 @@ def run_samples(
             decoded += len(event.tokens)
         else:
             scored = scores.pop(event.sample)
-            statistics = StepStatistics.from_tokens(scored.tokens)
+            statistics = collect_statistics(scored.tokens)
             if logprobs is None and not np.isfinite(statistics.baseline_nll).all():
                 raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
             results[event.sample] = replace(event, statistics=statistics)

@@ -19,7 +19,7 @@ from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
 from stages.evaluate.decoding.system import measure_system
-from stages.evaluate.distances.distance import LogProbsReader, StepStatistics, stored_logprobs
+from stages.evaluate.distances.distance import LogProbsReader, join_statistics, stored_logprobs
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, count_tokens, repeated_samples
 from stages.evaluate.joining import fidelity
 from stages.evaluate.measure import prefix_labels, run_samples
@@ -76,7 +76,7 @@ def measure_once(
     system = measure_system(engine, config.load, label)
     noise = None
     if repeated:  # the distances of repeated samples from the engine's own first results
-        noise = fidelity(StepStatistics.joined([result.statistics for result in repeated]))
+        noise = fidelity(join_statistics([result.statistics for result in repeated]))
     if baseline is None:
         return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
     count = engine.full_pool_requests if config.full_pool is None else config.full_pool

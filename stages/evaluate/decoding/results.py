@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from stages.evaluate.distances.distance import LOGPROB_ARRAYS, SampleLogProbs, StepStatistics
+from stages.evaluate.distances.distance import LOGPROB_ARRAYS, SampleLogProbs, StepStatistics, collect_statistics
 from stages.verdict.coverage import Exercised
 
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
@@ -23,7 +23,7 @@ class SampleResult:
     answer: tuple[int, ...] | None
     """Greedy answer including its stop token; None if the sample is not judged or no answer was requested."""
     trace: Exercised
-    statistics: StepStatistics = field(default_factory=lambda: StepStatistics.from_tokens([]))
+    statistics: StepStatistics = field(default_factory=lambda: collect_statistics([]))
     """Statistics of the sample's reference tokens; empty until the steps are scored."""
 
 
@@ -41,7 +41,7 @@ class ResultFolder:
     def save(self, result: SampleResult, logprobs: SampleLogProbs | None) -> None:
         """Save the result of a sample, and the engine's own log-probabilities if they are recorded."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            "statistics": result.statistics.stacked(),
+            "statistics": np.stack(result.statistics),
             "trace": np.array(list(vars(result.trace).values()), np.int64),
         }
         if result.answer is not None:
@@ -66,7 +66,7 @@ class ResultFolder:
                 sample=sample,
                 answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
                 trace=Exercised(*arrays["trace"].tolist()),
-                statistics=StepStatistics.from_stacked(arrays["statistics"]),
+                statistics=StepStatistics(*arrays["statistics"]),
             )
         return results
 

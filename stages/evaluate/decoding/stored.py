@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from pydantic import BaseModel, Field, InstanceOf
 from safetensors.numpy import load_file, save_file
 
@@ -58,7 +59,7 @@ class Round(BaseModel):
 
     def write(self, out: Path) -> None:
         # A sample may be called __metadata__, which safetensors keeps for itself.
-        arrays = {f"{name}{STEPS}": steps.stacked() for name, steps in self.statistics.items()}
+        arrays = {f"{name}{STEPS}": np.stack(steps) for name, steps in self.statistics.items()}
         save_file(arrays, str(out / STATISTICS))
         (out / ROUND).write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
@@ -66,7 +67,7 @@ class Round(BaseModel):
 def read_round(directory: Path) -> Round:
     stored = Round.model_validate_json((directory / ROUND).read_text(encoding="utf-8"))
     arrays = load_file(str(directory / STATISTICS))
-    statistics = {name.removesuffix(STEPS): StepStatistics.from_stacked(rows) for name, rows in arrays.items()}
+    statistics = {name.removesuffix(STEPS): StepStatistics(*rows) for name, rows in arrays.items()}
     return stored.model_copy(update={"statistics": statistics})
 
 

@@ -15,7 +15,7 @@ near 1. Exponentials over the vocabulary are in float32, because they affect onl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,49 +40,39 @@ MIN_REST_MASS = 1e-15
 """Lower bound of the rest's mass. The mass is a difference of two sums near 1, so smaller values are rounding errors."""
 
 
-class TokenStatistics(NamedTuple):
-    """Statistics of a scored token. A non-finite candidate logit makes all but `baseline_nll` NaN."""
+V = TypeVar("V")
 
-    baseline_nll: float
-    """Negative log-likelihood of the reference token under the baseline, in nats."""
-    kl: float = np.nan
+
+class Statistics(NamedTuple, Generic[V]):
+    """Statistics of a scored token, or of several tokens as arrays of shape (tokens,). Files hold a row per field.
+
+    A non-finite candidate logit makes all but `baseline_nll` NaN.
+    """
+
+    kl: V
     """KL divergence of the candidate from the baseline, in nats."""
-    candidate_nll: float = np.nan
+    baseline_nll: V
+    """Negative log-likelihood of the reference token under the baseline, in nats."""
+    candidate_nll: V
     """Negative log-likelihood of the reference token under the candidate, in nats."""
-    top1: float = np.nan
+    top1: V
     """1.0 if both engines have the same most likely token, else 0.0."""
-    top10: float = np.nan
+    top10: V
     """Share of the baseline's TOP_K most likely tokens that are among the candidate's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepStatistics:
-    """The `TokenStatistics` of scored tokens, one array of shape (tokens,) per field."""
+TokenStatistics = Statistics[float]
+StepStatistics = Statistics[Array]
 
-    kl: Array
-    baseline_nll: Array
-    candidate_nll: Array
-    top1: Array
-    top10: Array
 
-    @classmethod
-    def from_tokens(cls, tokens: Sequence[TokenStatistics]) -> "StepStatistics":
-        """Collect the statistics of tokens."""
-        return cls(**{item.name: np.array([getattr(token, item.name) for token in tokens], np.float64) for item in fields(cls)})
+def collect_statistics(tokens: Sequence[TokenStatistics]) -> StepStatistics:
+    """Collect the statistics of tokens."""
+    return StepStatistics(*np.array(tokens, np.float64).reshape(-1, len(Statistics._fields)).T.copy())
 
-    @classmethod
-    def joined(cls, parts: "Sequence[StepStatistics]") -> "StepStatistics":
-        """Concatenate the statistics of all parts."""
-        return cls.from_stacked(np.concatenate([part.stacked() for part in parts], axis=1))
 
-    def stacked(self) -> Array:
-        """Return one array with a row per field: (fields, tokens)."""
-        return np.stack([getattr(self, item.name) for item in fields(self)])
-
-    @classmethod
-    def from_stacked(cls, rows: Array) -> "StepStatistics":
-        """Return the statistics whose `stacked` array has these rows."""
-        return cls(**{item.name: row for item, row in zip(fields(cls), rows, strict=True)})
+def join_statistics(parts: Sequence[StepStatistics]) -> StepStatistics:
+    """Concatenate the statistics of all parts."""
+    return StepStatistics(*np.concatenate(parts, axis=1))
 
 
 class MassSplit(NamedTuple):
@@ -236,7 +226,7 @@ def _kl(baseline: LogProbs, candidate: MassSplit) -> float:
 def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> TokenStatistics:
     """Compare a row of the candidate with the baseline's. `greedy`: the candidate's most likely token."""
     if not candidate.finite[row]:
-        return TokenStatistics(baseline_nll=-baseline.reference)
+        return TokenStatistics(np.nan, -baseline.reference, np.nan, np.nan, np.nan)
     split = candidate.split(row, baseline.tokens)
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
@@ -244,8 +234,8 @@ def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, tok
     likelier = (logits[None, :] > logits[baseline.tokens[:k], None]).sum(axis=1)
     candidate_token = float(logits[token]) - split.log_sum
     return TokenStatistics(
-        baseline_nll=-baseline.reference,
         kl=_kl(baseline, split),
+        baseline_nll=-baseline.reference,
         candidate_nll=-candidate_token,
         top1=float(int(baseline.tokens[0]) == greedy),
         top10=float((likelier < k).sum()) / k,

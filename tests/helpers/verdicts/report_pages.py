@@ -56,7 +56,7 @@ def exhibit(
     folder: Path, name: str, rows: Sequence[SampleRow], *, kib: float = 1.0, kl: float = 0.001, prompt: str = "Which key?"
 ) -> Exhibit:
     """Return a candidate judged by the default gates."""
-    parts = [StepStatistics.from_stacked(np.full((5, STEPS), kl))] * len(rows)
+    parts = [StepStatistics(*np.full((5, STEPS), kl))] * len(rows)
     made_report = report(list(rows))
     made_report = made_report.model_copy(
         update={

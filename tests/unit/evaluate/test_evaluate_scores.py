@@ -14,7 +14,6 @@ from stages.evaluate.distances.distance import (
     Distributions,
     LogProbs,
     SampleLogProbs,
-    StepStatistics,
     TokenStatistics,
     compare_logprobs,
     kl_of_logits,
@@ -41,14 +40,13 @@ def compare(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.nda
     logprobs, distributions = all_logprobs(baseline, token), Distributions(candidate)
     greedy = candidate.argmax(axis=1).tolist()
     compared = [compare_logprobs(stored, distributions, row, token, greedy[row]) for row, stored in enumerate(logprobs)]
-    rows = StepStatistics.from_tokens(compared).stacked().T
     full = log_softmax(baseline).astype(np.float32)  # as precise as stored log-probabilities
     p, q = log_softmax(full), log_softmax(candidate)
     # Sort by logits, because different logits may round to equal log-probabilities.
     top_tokens = [[set(np.argsort(-row, kind="stable")[:TOP_K].tolist()) for row in rows] for rows in (baseline, candidate)]
     overlap = [len(a & b) / len(a) for a, b in zip(*top_tokens, strict=True)]
     same = baseline.argmax(axis=1) == candidate.argmax(axis=1)
-    return np.stack([kl_of_logits(full, candidate), -p[:, token], -q[:, token], same, overlap], axis=1), rows
+    return np.stack([kl_of_logits(full, candidate), -p[:, token], -q[:, token], same, overlap], axis=1), np.array(compared)
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,7 +97,7 @@ def test_a_row_with_a_non_finite_logit_is_nan_and_affects_no_other_row(value: fl
     greedy = [-1 if row == 1 else int(broken[row].argmax()) for row in range(3)]
     logprobs = all_logprobs(baseline)
     rows = [compare_logprobs(stored, distributions, row, 0, greedy[row]) for row, stored in enumerate(logprobs)]
-    assert rows[1] == pytest.approx(TokenStatistics(baseline_nll=rows[1].baseline_nll), nan_ok=True)
+    assert rows[1] == pytest.approx(TokenStatistics(np.nan, rows[1].baseline_nll, *[np.nan] * 3), nan_ok=True)
     assert np.isfinite(rows[1].baseline_nll)
     assert max(rows[0].kl, rows[2].kl) < 1e-11
     stored = all_logprobs(broken)[1]

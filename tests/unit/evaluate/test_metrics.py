@@ -34,7 +34,7 @@ def test_fidelity_of_a_small_example() -> None:
     assert summary.ppl_ratio == pytest.approx(math.exp(0.1))
     assert summary.top1_agreement == 0.75
     assert summary.top10_overlap == pytest.approx(0.85)
-    with_nan = fidelity(replace(steps, kl=np.array([0.1, math.nan, 0.1, 0.1])))
+    with_nan = fidelity(steps._replace(kl=np.array([0.1, math.nan, 0.1, 0.1])))
     assert (with_nan.kl_mean, with_nan.kl_p999, with_nan.kl_max, with_nan.non_finite_steps) == (None, None, None, 1)
 
 

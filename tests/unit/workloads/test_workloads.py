@@ -7,6 +7,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.verdicts.evaluations import builtin_workloads
 
@@ -16,7 +17,7 @@ from stages.core.errors import CannotBeJudged
 from stages.core.records import Sample
 from stages.evaluate.decoding.rows import JudgedAnswer
 from stages.evaluate.decoding.stored import Round, refuse_weak
-from stages.evaluate.distances.distance import StepStatistics, TokenStatistics
+from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.workloads.generated import WORKLOADS, generate
@@ -109,8 +110,7 @@ def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
     turn = ("user", "page " * 99 + "Which\nnumber? password=hunter42")
     samples = [Sample(id=f"q{i}", workload="own", reference="It is 7.", messages=(turn,)) for i in range(60)]
     encoded = [EncodedSample(sample, (1, 2), (3,)) for sample in samples]
-    steps = StepStatistics.from_tokens([TokenStatistics(baseline_nll=math.nan)])
-    steps.baseline_nll[:] = -math.log(0.004)
+    steps = StepStatistics(*np.full((5, 1), -math.log(0.004)))
     answers = {sample.id: JudgedAnswer("Seven.\x1b" + "so " * 99, correct=sample.id == "q0") for sample in samples}
     measured = Round.model_construct(answers=answers, statistics=dict.fromkeys(answers, steps))
     with pytest.raises(CannotBeJudged) as refusal:
