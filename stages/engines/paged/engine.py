@@ -1,7 +1,15 @@
-"""The base class of all engines that run prefill and decode graphs over a paged pool."""
+"""The base class of all engines that run prefill and decode graphs over a paged pool.
+
+If the pool is full, the youngest request is preempted: it loses its pages and is computed again later. Its prompt is prefilled
+again, and its answer's tokens are decoded again one by one. Prefilling these would give other logits, because a prefill attends
+to its own tokens exactly and decoding reads their codes.
+"""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,9 +21,18 @@ from stages.engines.base import ChunkedEngine, Mode, not_finite
 from stages.engines.interface import Continuation, ForcedRequest, Logits, check_tokens
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import PagedPool
-from stages.engines.paged.preemption import advance, limited_pool, serve_together
+from stages.engines.paged.sequences import PoolFull
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.scales import KVScales
+
+
+@dataclass(eq=False)
+class _Request(Continuation):
+    """A continuation whose tokens are all known in advance."""
+
+    rows: deque[Logits] = field(default_factory=deque)
+    """Logits (V) of the last tokens, the oldest first."""
+    pages: tuple[int, ...] = ()
 
 
 class PagedEngine(ChunkedEngine):
@@ -45,7 +62,7 @@ class PagedEngine(ChunkedEngine):
         return self.pool.start()
 
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        moved, logits = advance(self, live)
+        moved, logits = self._schedule(live)
         rows = [row for row, request in enumerate(moved) if request.stored == len(request.tokens)]
         return [moved[row] for row in rows], logits[rows]
 
@@ -54,8 +71,95 @@ class PagedEngine(ChunkedEngine):
     ) -> list[list[ServedRequest]]:
         for tokens, first in chain.from_iterable(rounds):
             self._check_forced(tokens, first)
-        with limited_pool(self, pages):
-            return [serve_together(self, requests, rows) for requests in rounds]
+        with self._limited_pool(pages):
+            return [self._serve_together(requests, rows) for requests in rounds]
+
+    @contextmanager
+    def _limited_pool(self, pages: int | None) -> Iterator[None]:
+        """Within this context, limit the pool to `pages` more pages; if `pages` is None, its limit stays unchanged.
+
+        Prompts are prefilled in chunks of one page, so that they too read their earlier pages from the pool.
+        """
+        chunk, max_pages = self.prefill_chunk, self.pool.max_pages
+        try:
+            self.prefill_chunk = PAGE_TOKENS
+            if pages is not None:
+                self.pool.max_pages = self.pool.pages.used_count + pages
+            yield
+        finally:
+            self.prefill_chunk, self.pool.max_pages = chunk, max_pages
+
+    def _serve_together(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
+        """Run requests that arrive together; return the logits of their last `rows` tokens."""
+        arrived = [_Request(list(tokens), first, len(tokens), rows=deque(maxlen=rows)) for tokens, first in requests]
+        live = list(arrived)
+        try:
+            while live:
+                moved, logits = self._schedule(live[: self.max_batch])
+                for request, row in zip(moved, logits, strict=True):
+                    assert isinstance(request, _Request)
+                    if request.stored == request.prompt_tokens:
+                        request.rows.clear()  # the prompt's own logits do not depend on the cache
+                    else:
+                        request.rows.append(row.copy())
+                for request in [request for request in live if request.stored == len(request.tokens)]:
+                    request.pages = tuple(self.pool.sequences[request.sequence].pages)
+                    self.release([request.sequence])
+                    live.remove(request)
+        finally:
+            self.release([request.sequence for request in live if request.sequence >= 0])
+        return [ServedRequest(np.stack(request.rows), request.preempted, reused=0, pages=request.pages) for request in arrived]
+
+    def _schedule(self, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
+        """Prefill the oldest waiting requests that fit into the pool; if none fits, decode one token of every running request.
+
+        If a decode step finds no free page, the youngest running request is preempted. Returns the requests that advanced, and
+        the logits (B, V) after their stored tokens. Raises PoolFull if a single request does not fit.
+        """
+        running = [request for request in live if request.sequence >= 0]
+        joining = [request for request in live if request.sequence < 0]
+        fitting = joining[: self._count_fitting(joining) or int(not running)]
+        if fitting:
+            try:
+                return fitting, self._prefill_requests(fitting)
+            except PoolFull:
+                if not running:
+                    raise
+        while True:
+            try:
+                logits = self.decode(
+                    [request.sequence for request in running], [request.tokens[request.stored] for request in running]
+                )
+            except PoolFull:
+                if len(running) == 1:
+                    raise
+                self._preempt(running.pop())
+                continue
+            for request in running:
+                request.stored += 1
+            return running, logits
+
+    def _count_fitting(self, joining: Sequence[Continuation]) -> int:
+        """Return how many waiting requests to prefill now."""
+        pages = self.pool.pages.used_count
+        for count, request in enumerate(joining):
+            pages += self.pool.pages_needed(max(request.prompt_tokens, request.reached) + 1)
+            if pages > self.pool.max_pages:
+                return count
+        return len(joining)
+
+    def _prefill_requests(self, joining: Sequence[Continuation]) -> Logits:
+        handles, logits = self.prefill([request.tokens[: request.prompt_tokens] for request in joining])
+        for request, handle in zip(joining, handles, strict=True):
+            request.sequence, request.stored = handle, request.prompt_tokens
+        return logits
+
+    def _preempt(self, request: Continuation) -> None:
+        self.release([request.sequence])
+        request.sequence = -1
+        request.reached = request.stored
+        request.stored = 0
+        request.preempted += 1
 
     def fork(self, sequence: int) -> int:
         return self.pool.fork(sequence)

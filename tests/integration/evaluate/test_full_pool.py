@@ -13,7 +13,7 @@ from helpers.verdicts.reports import full_pool_line
 
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress
-from stages.engines.paged import preemption
+from stages.engines.paged.engine import PagedEngine
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
@@ -67,7 +67,7 @@ def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resume_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resume a preempted request one token too late."""
-    sound = preemption._prefill_requests
+    sound = PagedEngine._prefill_requests
 
     def join(engine: Any, joining: Any) -> Any:
         logits = sound(engine, joining)
@@ -75,7 +75,7 @@ def resume_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
             request.stored += request.preempted > 0
         return logits
 
-    monkeypatch.setattr(preemption, "_prefill_requests", join)
+    monkeypatch.setattr(PagedEngine, "_prefill_requests", join)
 
 
 @pytest.mark.parametrize(
