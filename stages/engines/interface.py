@@ -1,6 +1,6 @@
 """The interface of engines: required methods, greedy generation and optional capabilities.
 
-Optional capabilities are protocols: an engine has a capability if it defines its method. Check
+Optional capabilities are protocols: an engine has a capability if it defines its methods. Check
 `isinstance(engine, SupportsFork)` before a call of `engine.fork`.
 """
 
@@ -238,13 +238,12 @@ ForcedRequest = tuple[Sequence[int], int]
 
 @runtime_checkable
 class SupportsFork(Protocol):
+    """An engine whose live sequences can be forked, and extended by another chunk of a prompt."""
+
     def fork(self, sequence: int) -> int:
         """Start a copy of a sequence, which shares the original's full pages, and return its handle."""
         ...
 
-
-@runtime_checkable
-class SupportsExtend(Protocol):
     def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
         """Append prompt tokens to a sequence as a later chunk of its prefill; return the last token's logits (vocab_size,)."""
         ...
@@ -264,10 +263,14 @@ class SupportsForced(Protocol):
 
 @runtime_checkable
 class SupportsRequests(Protocol):
-    """An engine that serves whole requests and batches them by itself."""
+    """An engine that serves whole requests and batches them by itself, so that only it can time its decode steps."""
 
     def forced_together(self, requests: Sequence[ForcedRequest]) -> list[Logits]:
         """Return the logits of `SupportsForced.forced` for each request, with all requests in flight at once."""
+        ...
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+        """Time `steps` decode steps after the first token of every prompt."""
         ...
 
 
@@ -306,13 +309,4 @@ class SupportsStoredRequest(Protocol):
 class SupportsDelivery(Protocol):
     def delivery(self) -> Sequence[LayerDelivery]:
         """Return, by layer, the scales in the checkpoint and the scales that the library's engine uses."""
-        ...
-
-
-@runtime_checkable
-class SupportsTiming(Protocol):
-    """An engine whose decode steps cannot be timed from outside, because it serves whole requests."""
-
-    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Time `steps` decode steps after the first token of every prompt."""
         ...

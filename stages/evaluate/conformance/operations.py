@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from stages.core.records import Progress, no_progress
-from stages.engines.interface import Logits, SupportsExtend, SupportsFork, SupportsRequests
+from stages.engines.interface import Logits, SupportsFork, SupportsRequests
 from stages.evaluate.conformance.answers import AnswerChecks
 from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.deviations import Deviations
@@ -187,7 +187,7 @@ class StressTest:
         tokens = self.text(chunk) if isinstance(chunk, int) else chunk
         observed = [sequence] if self.comparer.frees_pages else []
         self._observe(observed)
-        assert isinstance(self.engine, SupportsExtend)
+        assert isinstance(self.engine, SupportsFork)
         logits_V = self.engine.extend(sequence.handle, tokens)
         self._advance(len(tokens))
         self.counts["turns"] += sequence.decoded > 0
@@ -201,7 +201,7 @@ class StressTest:
         """
         for place in self.rng.permutation(len(self.resting)):
             sequence = self.resting[place]
-            if place == 0 and isinstance(self.engine, SupportsExtend):
+            if place == 0 and isinstance(self.engine, SupportsFork):
                 self.extend(sequence, self.randint(1, RESTING_TURN))
             else:
                 self.decode(sequence)
@@ -270,7 +270,7 @@ class StressTest:
             if len(running) == self.largest:
                 self._reach_together([len(sequence.tokens) + 1 for sequence in running])
             self.decode(*running)
-            for sequence in running if isinstance(self.engine, SupportsExtend) else ():
+            for sequence in running if isinstance(self.engine, SupportsFork) else ():
                 room = self.max_tokens - len(sequence.tokens)
                 if not sequence.ahead and sequence.pieces[-1][0] >= LONG_ANSWER and room >= 2 * TURN:
                     self.extend(sequence, self.randint(1, TURN))

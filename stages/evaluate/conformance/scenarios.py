@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.engines.interface import SupportsExtend, SupportsFork, SupportsFullPool
+from stages.engines.interface import SupportsFork, SupportsFullPool
 from stages.evaluate.conformance.crowd import crowd, full_pool, wear
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.sequence import ForcedSequence
@@ -196,13 +196,12 @@ def shared(test: StressTest) -> None:
     test.decode(*rows, steps=left - 2)
     test.decode(*rows[1::2])  # from here on, the rows differ in length
     test.decode(*rows)
-    if isinstance(test.engine, SupportsExtend):
-        test.extend(origin, left + test.randint(1, 9))
-        test.release(rows.pop())
-        late = test.fork(origin, "a later fork, which shares more with the prefix")
-        test.decode(origin, late, *rows[:-1])
-        test.decode(origin, *rows[:-1], late)
-        test.release(late)
+    test.extend(origin, left + test.randint(1, 9))
+    test.release(rows.pop())
+    late = test.fork(origin, "a later fork, which shares more with the prefix")
+    test.decode(origin, late, *rows[:-1])
+    test.decode(origin, *rows[:-1], late)
+    test.release(late)
     test.release(origin)
     test.decode(*rows)
     kept = rows[2 * len(rows) // 3 :]

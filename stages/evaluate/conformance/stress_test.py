@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
-from stages.engines.interface import Engine, SupportsExtend, SupportsRequests
+from stages.engines.interface import Engine, SupportsFork, SupportsRequests
 from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import RESTING_TURN, StressTest
@@ -90,7 +90,7 @@ def _run_scenarios(test: StressTest) -> None:
     if not isinstance(engine, SupportsRequests) and room > 0:
         test.resting = [
             test.sequence(name, test.randint(min(PAGE_TOKENS + 1, most), most))
-            for name in (names[:room] if isinstance(engine, SupportsExtend) else names[1:])
+            for name in (names[:room] if isinstance(engine, SupportsFork) else names[1:])
         ]
         test.prefill(*test.resting)
     for scenario in SCENARIOS:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from stages.engines.interface import SupportsExtend, SupportsFork, SupportsRequests
+from stages.engines.interface import SupportsFork, SupportsRequests
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.policies.policy import PAGE_TOKENS
@@ -57,12 +57,10 @@ def walk(test: StressTest) -> None:
     walker = Walk(test, long)
     operations = [*[walker.join] * JOINS, *[walker.step] * STEPS, *[walker.run] * RUNS, *[walker.leave] * DEPARTURES]
     operations += [test.wake] * WAKES
-    if isinstance(test.engine, SupportsExtend):
-        operations += [walker.turn] * TURNS
     if isinstance(test.engine, SupportsFork):
-        operations += [walker.fork] * FORKS
+        operations += [*[walker.turn] * TURNS, *[walker.fork] * FORKS]
     order = [operations[place] for place in test.rng.permutation(len(operations))][: test.scaled(len(operations))]
-    if isinstance(test.engine, SupportsExtend):
+    if isinstance(test.engine, SupportsFork):
         order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
         order.insert(test.randint(len(order) // 2, len(order)), walker.late_turn)
         order.append(walker.late_turn)
@@ -233,7 +231,7 @@ class Walk:
 
     def _extend(self, row: ForcedSequence, chunk: int | Sequence[int]) -> None:
         count = min(chunk if isinstance(chunk, int) else len(chunk), self.longest_turn, self._room(row))
-        if isinstance(self.test.engine, SupportsExtend) and count > 0:
+        if isinstance(self.test.engine, SupportsFork) and count > 0:
             self.test.extend(row, count if isinstance(chunk, int) else chunk[:count])
 
     def fork(self) -> None:

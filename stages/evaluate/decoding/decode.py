@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stages.engines.interface import Engine, Logits, SupportsExtend, SupportsForced, SupportsFork, SupportsRequests
+from stages.engines.interface import Engine, Logits, SupportsForced, SupportsFork, SupportsRequests
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
@@ -305,7 +305,6 @@ class Batch:
             self.engine.release([self.prefixes.pop(item.prefix)])
         question = item.prompt[item.shared : -1]
         if question:
-            assert isinstance(self.engine, SupportsExtend)
             self.engine.extend(handle, question)
         sample.trace.shared_prefixes = 1
         return handle

@@ -14,7 +14,7 @@ import psutil
 
 from stages.core.memory import GIB, return_freed
 from stages.core.records import LoadTimes, Progress, no_progress
-from stages.engines.interface import Engine, SupportsTiming
+from stages.engines.interface import Engine, SupportsRequests
 from stages.policies.policy import PAGE_TOKENS, live_tokens
 from stages.verdict.engine_tests import Allocation
 from stages.verdict.report import SystemMetrics
@@ -36,8 +36,10 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     steps = WARMUP_STEPS + load.new_tokens
     progress("system metrics", 0, 1)
     before = _processor_seconds()
-    own_process = not isinstance(engine, SupportsTiming)
-    times = engine.timed(prompts, steps) if isinstance(engine, SupportsTiming) else _time_load(engine, prompts, steps, progress)
+    own_process = not isinstance(engine, SupportsRequests)
+    times = (
+        engine.timed(prompts, steps) if isinstance(engine, SupportsRequests) else _time_load(engine, prompts, steps, progress)
+    )
     foreign, total = np.subtract(_processor_seconds(), before)
     step_ms, memory = times.step_ms[WARMUP_STEPS:], times.memory
     p50, p95, p99 = np.percentile(step_ms, [50, 95, 99]).tolist()

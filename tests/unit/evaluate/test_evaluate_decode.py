@@ -10,7 +10,7 @@ import pytest
 from helpers.engines.fake import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine, sharing_engine
 
 from stages.core.errors import UserError
-from stages.core.records import Sample
+from stages.core.records import LoadTimes, Sample
 from stages.engines.interface import Logits
 from stages.evaluate.decoding.decode import DecodeStep, StoppingCriteria, decode
 from stages.evaluate.decoding.results import SampleResult
@@ -124,6 +124,9 @@ class RequestFake(OnePassFake):
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         self.together.append(len(requests))
         return [self.forced(tokens, first) for tokens, first in requests]
+
+    def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
+        raise NotImplementedError
 
 
 def test_an_engine_of_whole_requests_gets_full_batches() -> None:
