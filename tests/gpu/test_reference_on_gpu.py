@@ -16,7 +16,7 @@ from stages.core.errors import MissingRequirement
 from stages.core.records import StoredCopy
 from stages.engines.reference.attention import Fed
 from stages.engines.reference.engine import TorchEngine, load_engine
-from stages.evaluate.conformance.explanation import faulty_references
+from stages.evaluate.conformance.comparison import faulty_references
 from stages.policies.policy import Eviction, Side
 
 pytestmark = pytest.mark.gpu
