@@ -126,9 +126,4 @@ def code_digest(entry: str) -> str:
     """Return the digest of the code of `entry` and of every module that it can import, without comments and docstrings."""
     modules = reachable_modules(entry)
     assert modules, f"{entry} is not a module of kvgate"
-    return json_digest({name: source_digest(path) for name, path in modules.items()})
-
-
-def source_digest(path: Path) -> str:
-    """Return the digest of a Python source file without comments and docstrings."""
-    return _parsed(path)[0]
+    return json_digest({name: _parsed(path)[0] for name, path in modules.items()})

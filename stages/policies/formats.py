@@ -148,12 +148,9 @@ class Format(StrictModel):
 
     def token_bytes(self, head_dim: int) -> int:
         """Return the bytes per token and KV head, including scales and zero points."""
-        return self.code_bytes(head_dim) + self.parameter_bytes * self.scales_per_token(head_dim)
-
-    @property
-    def parameter_bytes(self) -> int:
         zero = None if self.symmetric else self.code.zero_storage
-        return self.code.scale_storage.bytes + (0 if zero is None else zero.bytes)
+        parameter_bytes = self.code.scale_storage.bytes + (0 if zero is None else zero.bytes)
+        return self.code_bytes(head_dim) + parameter_bytes * self.scales_per_token(head_dim)
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
         """Return why this format does not support heads of `head_dim` channels: field, problem, fix; None if it does."""

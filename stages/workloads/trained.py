@@ -51,14 +51,6 @@ def record_id(rng: random.Random) -> str:
     return rng.choice(ID_PREFIXES) + digit_pair(rng) + digit_pair(rng)
 
 
-def full_name(rng: random.Random) -> str:
-    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
-
-
-def short_date(rng: random.Random) -> str:
-    return f"{rng.randrange(1, 13):02d}-{rng.randrange(1, 29):02d}"
-
-
 def amount(rng: random.Random) -> str:
     """Draw an amount of money with two decimals, such as `93.10`."""
     return f"{rng.randrange(10, 100)}.{rng.randrange(100):02d}"
@@ -69,8 +61,8 @@ def _one_of(names: list[str]) -> Callable[[random.Random], str]:
 
 
 DRAWS: dict[str, Callable[[random.Random], str]] = {
-    **dict.fromkeys(("name", "guest"), full_name),
-    **dict.fromkeys(("due", "date"), short_date),
+    **dict.fromkeys(("name", "guest"), lambda rng: f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"),
+    **dict.fromkeys(("due", "date"), lambda rng: f"{rng.randrange(1, 13):02d}-{rng.randrange(1, 29):02d}"),
     **dict.fromkeys(("city", "place"), _one_of(CITIES)),
     **dict.fromkeys(("item", "content"), _one_of(ITEMS)),
     "status": _one_of(STATUSES),

@@ -100,7 +100,9 @@ def check_extents(
 ) -> None:
     """Raise UserError if the function body of any layer in `layers` would have a tensor that TensorRT cannot address."""
     limits = PlanLimits(policy, max_batch, max_tokens)
-    scores = max(_scores_of_chunks(limits, q_heads), max_batch * q_heads * (_positions(limits) + 1))
+    # A function body scores these positions for every query.
+    positions = PAGE_TOKENS * (limits.sequence_pages + limits.sequence_window_pages) + policy.exact_tokens
+    scores = q_heads * max(limits.chunk * (positions + limits.chunk), max_batch * (positions + 1))
     for layer in layers:
         pools = [
             (limits.window_pages if side.in_window else limits.pages)
@@ -116,12 +118,3 @@ def check_extents(
                 f"backend.max_batch={max_batch}, backend.max_tokens={max_tokens}: layer {layer} of kv={policy.name} "
                 f"would have a tensor of {elements:,} elements, but TensorRT allows {MAX_ELEMENTS:,}; lower one of the two"
             )
-
-
-def _positions(limits: PlanLimits) -> int:
-    """Return the number of positions that a function body scores for every query."""
-    return PAGE_TOKENS * (limits.sequence_pages + limits.sequence_window_pages) + limits.policy.exact_tokens
-
-
-def _scores_of_chunks(limits: PlanLimits, q_heads: int) -> int:
-    return q_heads * limits.chunk * (_positions(limits) + limits.chunk)
