@@ -53,19 +53,8 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 UNREAD_KEYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("a base under another name", {"rope_theta": ..., "rotary_emb_base": 10**6}, ("rotary_emb_base=1000000", "llama")),
     ("attention parallel to the MLP", {"parallel_attn": True}, ("parallel_attn=True", "llama", "remove it")),
-    ("norms of queries that the family lacks", {"qk_layernorm": True}, ("qk_layernorm=True", "llama")),
-    ("biases without their tensors", {"use_qkv_bias": True}, ("use_qkv_bias=True",)),
-    ("use_rope=False", {"use_rope": False}, ("use_rope=False",)),
-    ("another epsilon under another name", {"layer_norm_eps": 1e-3}, ("layer_norm_eps=0.001",)),
     ("the epsilon under another name", {"rms_norm_eps": ..., "eps": 1e-5}, ("eps", "write it as rms_norm_eps")),
-    ("the activation under another name", {"hidden_act": ..., "activation_function": "gelu"}, ("write it as hidden_act",)),
-    ("rotary scaling outside rope_scaling", {"rope_type": "linear", "factor": 8.0}, ("rope_type=linear",)),
-    ("pruned heads", {"pruned_heads": {"0": [1]}}, ("pruned_heads={'0': [1]}",)),
-    ("a base in capitals", {"ropeTheta": 5e5}, ("ropeTheta=500000.0", "llama")),
-    ("a base with a hyphen", {"rope-theta": 5e5}, ("rope-theta=500000.0", "llama")),
-    ("an unsupported kind of positions as a value", {"position_encoding": "alibi"}, ("position_encoding=alibi", "llama")),
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
 
