@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
-from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunData, RunTag
 from mlflow.exceptions import MlflowException
 
 from pipeline.registry import run_content
@@ -39,7 +39,6 @@ from stages.verdict.report import SampleRow
 
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
-CHECKPOINT_TAG = "checkpoint_digest"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
 """Loggers to silence. They log dozens of lines while a new database is migrated, the tracebacks of exceptions that are raised
@@ -102,23 +101,12 @@ class RegistryReader:
         except MlflowException as error:
             raise UserError(f"{self.location} has no registered model {name}; judge one, or name another") from error
 
-    def engine_digest(self, entry: Version) -> str | None:
-        """Return the digest of a version's engine, from the run that judged it; None if the run or its tag is missing."""
-        return cast(str | None, self._judged_by(entry)["tags"].get("engine_digest"))
-
-    def checkpoint_digest(self, entry: Version) -> str | None:
-        """Return the digest of a version's checkpoint, from the run that judged it; None if the run or its tag is missing."""
-        return cast(str | None, self._judged_by(entry)["tags"].get(CHECKPOINT_TAG))
-
-    def metrics(self, entry: Version) -> Mapping[str, float]:
-        """Return the metrics of the run that judged a version; empty if the run is missing."""
-        return cast(Mapping[str, float], self._judged_by(entry)["metrics"])
-
-    def _judged_by(self, entry: Version) -> dict[str, Any]:
+    def judged_by(self, entry: Version) -> RunData:
+        """Return the tags and metrics of the run that judged a version; without any if the run is missing."""
         with suppress(MlflowException):
             if entry.run_id:  # empty if it was registered by hand; MLflow refuses an empty id
-                return dict(self.client.get_run(entry.run_id).data)
-        return {"tags": {}, "metrics": {}}
+                return self.client.get_run(entry.run_id).data
+        return RunData()
 
     def registered(self, identities: Collection[str]) -> list[RegisteredModel]:
         """Return the configured registered model, and each model with a version that cites a given identity."""
@@ -128,7 +116,8 @@ class RegistryReader:
         for name in sorted({self.location.model_name, *names}):
             with suppress(MlflowException):  # nothing was registered yet
                 model = self.model(name)
-                models.append(replace(model, engines={v.number: self.engine_digest(v) for v in model.pointed_at.values()}))
+                engines = {v.number: self.judged_by(v).tags.get("engine_digest") for v in model.pointed_at.values()}
+                models.append(replace(model, engines=engines))
         return models
 
     def champion(self, names: Sequence[str]) -> Version | None:
@@ -279,7 +268,7 @@ class MlflowStore(RegistryReader):
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
             **candidate.citations,
-            **({CHECKPOINT_TAG: candidate.checkpoint} if candidate.checkpoint is not None else {}),
+            **({"checkpoint_digest": candidate.checkpoint} if candidate.checkpoint is not None else {}),
             "model_version": version,
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": run_content.COLOURS.get(candidate.verdict, run_content.UNDECIDED),
@@ -328,7 +317,7 @@ class MlflowStore(RegistryReader):
             self.set_alias("candidate", version)
             return
         nominated = self.read().pointed_at.get("candidate")
-        if nominated is not None and self.engine_digest(nominated) == candidate.engine.digest:
+        if nominated is not None and self.judged_by(nominated).tags.get("engine_digest") == candidate.engine.digest:
             self.set_alias("candidate", None)
 
     def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:

@@ -139,7 +139,7 @@ class Engines:
     def _champions_checkpoint(self) -> str | None:
         """Digest of the champion's checkpoint; None if there is no champion or its run does not record it."""
         serving = self.model.pointed_at.get(CHAMPION)
-        return None if serving is None else self.registry.checkpoint_digest(serving)
+        return None if serving is None else self.registry.judged_by(serving).tags.get("checkpoint_digest")
 
     def find(self, version: Version, *, fetched: bool = False) -> RegisteredEngine:
         """Return the engine of a version. Raises GateRefusal if its evidence is missing.
@@ -236,7 +236,7 @@ class Engines:
         if number is None:
             return "none"
         version = self.model.versions[number]
-        metrics = self.registry.metrics(version)
+        metrics = self.registry.judged_by(version).metrics
         tokens = metrics.get(TESTED_TOKENS)
         batch = metrics.get(TESTED_BATCH)
         tested = "" if tokens is None or batch is None else f", up to {tokens:,.0f} tokens, batch {batch:,.0f}"
@@ -288,7 +288,7 @@ class Engines:
         """Return digest of a report -> reason why its candidate is promoted only by name."""
         excluded: dict[str, str] = {}
         serving = self.model.pointed_at.get(CHAMPION)
-        needed = self.registry.metrics(serving).get(TESTED_TOKENS, 0) if serving is not None else 0
+        needed = self.registry.judged_by(serving).metrics.get(TESTED_TOKENS, 0) if serving is not None else 0
         not_passed = {candidate.engine.digest: candidate for candidate in candidates if candidate.verdict != "PASS"}
         for candidate in candidates:
             digest, other = candidate.report.digest, not_passed.get(candidate.engine.digest)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from helpers.policies.shipped import SHIPPED
@@ -179,11 +180,9 @@ class MemoryRegistry:
         self.versions[version] = {name: text for name, text in every.items() if text is not None}
         assert len(self.versions[version]) <= 6
 
-    def checkpoint_digest(self, version: Version) -> str | None:
-        return self.candidates[version.number].checkpoint
-
-    def metrics(self, version: Version) -> dict[str, float]:
-        return dict(self.candidates[version.number].metrics)
+    def judged_by(self, version: Version) -> SimpleNamespace:
+        judged = self.candidates[version.number]
+        return SimpleNamespace(tags={"checkpoint_digest": judged.checkpoint}, metrics=judged.metrics)
 
     def set_left(self, workload: str, versions: set[str]) -> None:
         self.routes_left[workload] = set(versions)

@@ -116,7 +116,7 @@ def test_a_rollback_needs_the_questions_that_were_asked(fleet: Fleet, tmp_path: 
 def test_a_champion_of_another_work_directory_competes(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     fleet.judge("int8")
     fleet.promote("int8")
-    assert fleet.store().checkpoint_digest(fleet.store().read().versions["1"]) == "c" * 64
+    assert fleet.store().judged_by(fleet.store().read().versions["1"]).tags["checkpoint_digest"] == "c" * 64
     fleet.judge("fp8", work=fleet.serving)
     fleet.command("stage=promote")
     output = capsys.readouterr().out

@@ -141,11 +141,10 @@ def test_an_engine_with_the_same_evidence_is_registered_once(store: MlflowStore,
     outputs = store.client.get_run(another_sweep.run_id).outputs
     assert outputs is not None
     assert [output.model_id for output in outputs.model_outputs] == [model.model_id]
-    assert store.engine_digest(entry) == candidate.engine.digest
-    assert store.metrics(entry) == {"memory/kib_per_token": 2.0}
-    assert store.metrics(replace(entry, run_id="")) == {}, "a version that was registered by hand"
-    store.client.delete_tag(entry.run_id, "engine_digest")
-    assert store.engine_digest(entry) is None
+    judged_by = store.judged_by(entry)
+    assert judged_by.tags["engine_digest"] == candidate.engine.digest
+    assert judged_by.metrics == {"memory/kib_per_token": 2.0}
+    assert store.judged_by(replace(entry, run_id="")).metrics == {}, "a version that was registered by hand"
 
 
 def test_other_evidence_is_another_version(store: MlflowStore, tmp_path: Path) -> None:
