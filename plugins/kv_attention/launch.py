@@ -119,7 +119,7 @@ def decode_partials(
         exact_slots: (B) int32, exact buffer of every sequence; required with exact tokens.
 
     Returns:
-        partial_acc (R, Hq, D) in partial_type(query.dtype), partial_ml (R, Hq, 2) float32, R = Y + B; rows without a part
+        partial_acc (R, Hq, D) of type partial_dtype, partial_ml (R, Hq, 2) float32, R = Y + B; rows without a part
         are not written.
 
     Raises:
@@ -129,10 +129,8 @@ def decode_partials(
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, **plan._asdict()}
     check_launch(layout, new | tables, cache)
     batch, rows = len(query), len(plan.work)
-    variant, partials = (
-        decode_variant(make_setting(layout, query, scaling)),
-        allocate_partials(query, rows + batch, query.shape[1]),
-    )
+    variant = decode_variant(make_setting(layout, query, scaling))
+    partials = allocate_partials(query, rows + batch, query.shape[1])
     run(
         decode_partial, (layout.kv_heads, rows), variant,
         *attention_inputs(layout, query, key_new, value_new, cache), page_table, lengths, *plan,
@@ -149,8 +147,8 @@ def run(kernel: Any, grid: tuple[int, ...], variant: Variant, first: Tensor, *ar
 
 def allocate_partials(query: Tensor, *rows: int) -> tuple[Tensor, Tensor]:
     """Return partial_acc (*rows, D) and partial_ml (*rows, 2), which a kernel fills."""
-    acc = query.new_empty((*rows, query.shape[-1]), dtype=partial_type(query.dtype))
-    return acc, query.new_empty((*rows, 2), dtype=torch.float32)
+    kind: torch.dtype = getattr(torch, partial_dtype(str(query.dtype).removeprefix("torch.")))
+    return query.new_empty((*rows, query.shape[-1]), dtype=kind), query.new_empty((*rows, 2), dtype=torch.float32)
 
 
 def attention_inputs(
@@ -172,12 +170,6 @@ def scale_inputs(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tens
     if layout.value.layer_scale:
         return key, cache["value_scale"], as_bytes(cache["value_scale_pool"])
     return key, value, None
-
-
-def partial_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of partial means for queries of this type."""
-    kind: torch.dtype = getattr(torch, partial_dtype(str(dtype).removeprefix("torch.")))
-    return kind
 
 
 def reduce_partials(
@@ -307,7 +299,7 @@ def context_partials(
         exact_slots: (B) int32, exact buffer of every sequence; required with exact tokens.
 
     Returns:
-        partial_acc (X, Hq, S, D) in partial_type(query.dtype), partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
+        partial_acc (X, Hq, S, D) of type partial_dtype, partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
 
     Raises:
         ValueError: A tensor does not fit the layout.
