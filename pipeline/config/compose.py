@@ -197,7 +197,10 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
                 problem = "must be a list, in [], or a mapping of keys to values, in {}, and got the other of the two"
             raise UserError(f"{key}: {problem}; give another value") from error
         command = short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
-        problem = str(error).splitlines()[0]
+        problem = str(error).splitlines()[0].removesuffix(".")
+        if problem.startswith("In '"):  # in a file of --config-dir
+            fix = "name an option that exists, and another group's as `override /GROUP: OPTION`"
+            raise UserError(f"--config-dir: {problem}; {fix}") from error
         raise UserError(f"{command}: {problem}; write KEY=VALUE with a key and an option that exist") from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")

@@ -61,10 +61,12 @@ PROMPT_LOOKUP = "workloads.speculation"
 def searching(folders: Sequence[str | Path]) -> list[str]:
     """Check the folders of --config-dir, and return the override that adds them to Hydra's search path."""
     for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise UserError(f"--config-dir={folder}: no such directory; give the one with your own kv/")
         # Options may include files of folders below their group.
-        for path in (*folder.glob("config.yaml"), *folder.glob("*/**/*.y*ml")):
+        paths = [*folder.glob("config.yaml"), *folder.glob("*/**/*.y*ml")]
+        if not paths:
+            problem = "has no options, such as kv/NAME.yaml" if folder.is_dir() else "no such directory"
+            raise UserError(f"--config-dir={folder}: {problem}; give the one with your own kv/")
+        for path in paths:
             if path.parent == folder or (CONF / path.relative_to(folder).parts[0]).is_dir():  # other folders are not kvgate's
                 _check_option(path, folder)
     places = dict.fromkeys(f"file://{Path(folder).resolve()}" for folder in folders)
@@ -184,17 +186,23 @@ def _hydra_problem(override: Override, line: str) -> str | None:
 
 
 def _check_option(path: Path, folder: Path) -> None:
-    """Refuse a file of --config-dir that Hydra would ignore, is not YAML, or has aliases, which may expand to gigabytes."""
+    """Refuse a file of --config-dir that Hydra would ignore, that is not YAML, that has no keys, or that uses aliases or `???`.
+
+    Aliases can expand a small file to gigabytes. Hydra silently takes another file's value for `???`.
+    """
     if path.suffix != ".yaml":
         raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
     if (CONF / path.relative_to(folder)).is_file():
         raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
     depth = 0
     try:
-        for event in yaml.parse(read_file(path, MAX_BYTES).decode()):
+        for number, event in enumerate(yaml.parse(read_file(path, MAX_BYTES).decode())):
             if isinstance(event, yaml.AliasEvent):
                 raise Unreadable("uses a YAML alias (*name); write the value out")
-            if depth == 0 and isinstance(event, yaml.SequenceStartEvent | yaml.ScalarEvent):
+            if isinstance(event, yaml.ScalarEvent) and event.value == "???":
+                raise Unreadable("??? is no value; write one, or leave the key out")
+            keyless = yaml.StreamEndEvent if number == 1 else yaml.SequenceStartEvent | yaml.ScalarEvent
+            if depth == 0 and isinstance(event, keyless):
                 raise Unreadable("has no keys; write KEY: VALUE")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:

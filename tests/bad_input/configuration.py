@@ -129,6 +129,15 @@ OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
     ),
     ("deep nesting", "kv/mine.yaml", "a: " + "[" * 20_000, ("--config-dir", "mine.yaml", "nested more than 100 deep")),
     ("no character", "kv/mine.yaml", r'name: "\UFFFFFFFF"', ("--config-dir", "mine.yaml", "cannot be read")),
+    ("a value of ???", "kv/mine.yaml", "name: ???", ("--config-dir", "mine.yaml", "??? is no value")),
+    ("an empty file", "kv/mine.yaml", "", ("--config-dir", "mine.yaml", "has no keys")),
+    ("a file outside the groups", "mine.yaml", "name: mine", ("--config-dir=mine: has no options, such as kv/NAME.yaml",)),
+    (
+        "an unknown default",
+        "kv/mine.yaml",
+        "defaults: [x]",
+        ("In 'kv/mine': Could not load 'kv/x'; ", "override /GROUP: OPTION"),
+    ),
     ("a shipped option", "kv/int8.yaml", "name: int8", ("--config-dir", "kv/int8.yaml", "another name")),
 )
 """Name, file below --config-dir, its content, texts that the message must contain."""
