@@ -66,6 +66,7 @@ def compose(values: Mapping[str, object]) -> Config:
     """Compose and validate a configuration, as the command line does from `KEY=VALUE`. Raises UserError, a line per problem."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and "." not in key:
-            name, inner = next(iter(value.items()))
-            raise UserError(f"{key}={value}: pass the keys one by one, as in **{{'{key}.{name}': {inner!r}}}")
+            raise UserError(
+                f"{key}={value}: pass the name of an option, or the keys one by one, as in **{{'{key}.KEY': VALUE}}"
+            )
     return plan([f"{key}={written(value, key)}" for key, value in values.items()], multirun=False).jobs[0]

@@ -194,7 +194,8 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
             raise UserError(f"{key}: {fix}") from error
         if key:
             if problem.startswith("Cannot merge"):  # a dict for a list, or a list for a dict
-                problem = "must be a list, in [], or a mapping of keys to values, in {}, and got the other of the two"
+                is_list = OmegaConf.is_list(getattr(cause, "parent_node", None))
+                problem = f"must be a {'list, as in [VALUE,VALUE]' if is_list else 'mapping, as in {KEY: VALUE}'}"
             raise UserError(f"{key}: {problem}; give another value") from error
         command = short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
         problem = str(error).splitlines()[0].removesuffix(".")

@@ -1,7 +1,9 @@
 """Error messages for configurations, one line per problem, since the texts of pydantic are for developers."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any
@@ -78,6 +80,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             hint = _percent(problem.get("ctx", {}), value)
             if problem["type"] in ("list_type", "tuple_type"):
                 hint = "; write it in brackets, as in [VALUE,VALUE]"
+            if problem["type"].endswith("_type") and _is_quoted(value):
+                hint = "; leave out the quotes"
             lines.append(f"{key}: {_plain(problem)} (got {got}){hint}")
     return lines
 
@@ -102,6 +106,13 @@ def _plain(problem: ErrorDetails) -> str:
 def _percent(context: Mapping[str, Any], value: object) -> str:
     is_share = 1 in (context.get("lt"), context.get("le"))
     return f"; {value:g} % is {value / 100:g}" if is_share and isinstance(value, int | float) and 2 <= value <= 100 else ""
+
+
+def _is_quoted(value: object) -> bool:
+    """Return whether a text is a number, a list or another value in quotes."""
+    with suppress(ValueError, RecursionError):
+        return isinstance(value, str) and not isinstance(json.loads(value), str)
+    return False
 
 
 def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:

@@ -103,7 +103,7 @@ class Window(StrictModel):
     @model_validator(mode="after")
     def _check_format(self) -> Self:
         if self.key is None and self.value is None:
-            raise ValueError("key and value are both null: give the window a format, or set window=null")
+            raise ValueError("key and value are both null: give the window a format, or null for no window")
         return self
 
     def first_page(self, length: int) -> int:
