@@ -25,7 +25,7 @@ def _refuse_argument(message: str) -> NoReturn:
 
 def _parser() -> ArgumentParser:
     """Return the parser of the options that kvgate shares with Hydra."""
-    parser = ArgumentParser(add_help=False)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = _refuse_argument  # type: ignore[method-assign]
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
