@@ -18,7 +18,7 @@ from stages.checkpoints.files import (
     wrong_value,
 )
 from stages.checkpoints.places import absence
-from stages.checkpoints.quantized import Quantized, read_quantized
+from stages.checkpoints.quantized import MODELOPT_FILE, Quantized, read_quantized
 from stages.checkpoints.rope import is_number, read_rope
 from stages.checkpoints.unread_keys import refuse_misspelled
 from stages.checkpoints.windows import layer_windows
@@ -37,13 +37,13 @@ MAX_LAYERS = 4096
 MAX_SIZE = 1 << 30
 """Maximum of any other size, far above any model's."""
 
+LENGTHS = ("n_positions", "seq_length", "seq_len", "max_seq_len", "max_seq_length", "max_sequence_length")
+"""Other families' names of max_position_embeddings. vLLM serves no more than the smallest of all."""
+
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
 SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
 NO_SHARED_EXPERT = ("shared_expert_intermediate_size", 0)
 """Key and value in config.json of models without a shared expert, such as Qwen3-Coder."""
-
-MODELOPT_FILE = "hf_quant_config.json"
-"""ModelOpt's file for a checkpoint. Newer versions also write its content into config.json as quantization_config."""
 
 ADAPTER = "adapter_config.json"
 """File of a LoRA adapter, which transformers would apply to the weights if PEFT is installed."""
@@ -155,6 +155,12 @@ def describe_checkpoint(
     for key in TOKENS:
         if not all(number < vocab_size for number in _numbers(config.get(key))):
             raise wrong_value(path, config, key, f"one of the {vocab_size:,} tokens")
+    length = integer(path, config, "max_position_embeddings")
+    for key in LENGTHS:
+        if is_number(config.get(key), highest=length - 1):
+            raise refusal(
+                path, f"config.json: {key}={config[key]} is below max_position_embeddings={length}; remove it or lower that"
+            )
     return CheckpointInfo(
         path=path,
         architecture=architecture,
@@ -162,7 +168,7 @@ def describe_checkpoint(
         q_heads=q_heads,
         vocab_size=vocab_size,
         intermediate_size=integer(path, config, "intermediate_size"),
-        max_positions=rope.positions(integer(path, config, "max_position_embeddings")),
+        max_positions=rope.positions(length),
         rope_scaling=rope.scaling,
         features=tuple(key for key in family.features if config.get(key, True) is not None),
         weight_files=weight_files,
@@ -259,7 +265,7 @@ VALUE_RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] =
         "true or false",
         lambda value: type(value) is bool,
     ),
-    (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, "auto", *DTYPES)),
+    (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, *DTYPES)),
     (TOKENS, "a token's number", _is_token),
 )
 """(keys, expected value, check) of the optional values of config.json that affect the model's arithmetic, except sizes."""

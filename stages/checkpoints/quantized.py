@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stages.checkpoints.files import refusal
+from stages.checkpoints.files import read_json, refusal
 from stages.core.errors import UserError, short
 
 Shape = tuple[int, ...]
+MODELOPT_FILE = "hf_quant_config.json"
+"""ModelOpt's file for a checkpoint. Newer versions also write its content into config.json as quantization_config."""
 SERVED = "served"
 """Folder of a quantize artifact with the original checkpoint, for engines that load quantized weights directly."""
 TYPES = ("I8", "F8_E4M3", "I32", "I64")
@@ -154,8 +156,10 @@ def _check(path: Path, where: str, declared: Mapping[str, Any], allowed: Allowed
 
 
 def _unsupported(path: Path, where: str, got: object, choices: tuple[object, ...]) -> UserError:
+    is_modelopts = (path / MODELOPT_FILE).is_file() and "quantization_config" not in read_json(path, "config.json")
+    key = f"{MODELOPT_FILE}: quantization" if is_modelopts else "config.json: quantization_config"
     return refusal(
         path,
-        f"config.json: quantization_config{short(where)}={short(repr(got), 40)}: kvgate reads {', '.join(map(str, choices))}; "
+        f"{key}{short(where)}={short(repr(got), 40)}: kvgate reads {', '.join(map(str, choices))}; "
         "give the unquantized checkpoint",
     )

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from stages.checkpoints.description import MODELOPT_FILE, inspect_checkpoint, read_config
+from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
 from stages.checkpoints.files import GENERATION, TOKENIZER_FILES, read_json
 from stages.checkpoints.loading import load_tokenizer
-from stages.checkpoints.quantized import SERVED
+from stages.checkpoints.quantized import MODELOPT_FILE, SERVED
 from stages.core.errors import MissingRequirement
 from stages.core.records import Progress
 from stages.policies.formats import WeightsFormat

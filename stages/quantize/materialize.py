@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from stages.checkpoints.carried_scales import scale_tensors, scales_by_layer
-from stages.checkpoints.description import MODELOPT_FILE, CheckpointInfo, read_config
+from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, refusal
-from stages.checkpoints.quantized import AWQ, CACHE_SCALE, INT8_INPUTS_KEY, SCALED, Layout
+from stages.checkpoints.quantized import AWQ, CACHE_SCALE, INT8_INPUTS_KEY, MODELOPT_FILE, SCALED, Layout
 from stages.checkpoints.weights import tensors_on_disk
 from stages.core.errors import short
 from stages.core.files import link_or_copy_all

@@ -6,9 +6,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from stages.checkpoints.description import MODELOPT_FILE
 from stages.checkpoints.exports import algorithm
 from stages.checkpoints.files import read_json
+from stages.checkpoints.quantized import MODELOPT_FILE
 from stages.checkpoints.rope import rope_at_top_level
 from stages.core.errors import UserError
 from stages.engines.interpreter.bundle import CHECKPOINT, copy_linking_weights
