@@ -56,6 +56,11 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a reference that is no JSON", sample_line(check="json"), ("reference", "JSON")),
     ("tools that no check reads", sample_line(tools=TOOL["tools"]), ("tools", "exact", "leave them out")),
     ("half of a surrogate pair", '{"prompt": "a", "reference": "\\ud83d"}', ("1:", "line:", "invalid JSON")),
+    (
+        "commas after the objects",
+        f"{sample_line()},\n{sample_line(prompt='x')},",
+        (":1: line: not one", "(also in 1 more line)"),
+    ),
     ("a duplicate id", sample_line(id="a") + "\n" + sample_line(id="a"), ("2:", "id")),
 )
 

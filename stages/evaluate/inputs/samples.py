@@ -4,7 +4,8 @@ docs/questions.md#my-questions describes the keys of a line.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -89,7 +90,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     except UnicodeDecodeError as error:
         raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     samples: dict[int, Sample] = {}
-    lines_by_problem: dict[str, list[int]] = {}
+    lines_by_problem: dict[str, tuple[str, list[int]]] = {}
     used_ids = set(taken)
     lines_by_question: dict[tuple[object, ...], int] = {}
     for number, text in enumerate(lines, start=1):
@@ -104,13 +105,14 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
                 raise UserError(f"line: repeats the question and the reference of line {first}, leave it out")
         except UserError as error:
             for problem in str(error).split("\n"):
-                lines_by_problem.setdefault(problem, []).append(number)
+                kind = re.sub(r"\(.*\)", "", problem)  # without the value or the position, which differ between lines
+                lines_by_problem.setdefault(kind, (problem, []))[1].append(number)
         else:
             used_ids.add(sample.id)
             samples[number] = sample
     if lines_by_problem:
         _refuse_json(path, lines)
-        raise UserError("\n".join(_list_problems(path, lines_by_problem)))
+        raise UserError("\n".join(_list_problems(path, list(lines_by_problem.values()))))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
     for number, sample in samples.items():
@@ -120,12 +122,13 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     return list(samples.values())
 
 
-def _list_problems(path: Path, lines_by_problem: Mapping[str, Sequence[int]]) -> list[str]:
+def _list_problems(path: Path, problems: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
+    """Return a line per problem with its first line of the file, at most MAX_PROBLEMS of them."""
     listed = []
-    for problem, (first, *others) in list(lines_by_problem.items())[:MAX_PROBLEMS]:
+    for problem, (first, *others) in problems[:MAX_PROBLEMS]:
         more = f" (also in {len(others):,} more line{'s' if len(others) > 1 else ''})" if others else ""
         listed.append(f"{path}:{first}: {problem}{more}")
-    unlisted = len(lines_by_problem) - MAX_PROBLEMS
+    unlisted = len(problems) - MAX_PROBLEMS
     return [*listed, f"{path}: {unlisted:,} more problems, correct these first"] if unlisted > 0 else listed
 
 
