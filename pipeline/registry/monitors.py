@@ -6,14 +6,15 @@ the minimum. Otherwise it is **unknown**: there are too few requests. An unknown
 independent requests. The memory monitor needs no bounds: it compares the share of live tokens with its maximum.
 """
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import AwareDatetime, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
 from pipeline.config.config import ClassName, MonitorConfig
-from stages.core.errors import UserError
+from stages.core.errors import UserError, short
 from stages.core.strict import StrictModel, Unreadable, absolute_path, first_problem, parse_json, read_file
 
 MAX_BYTES = 1_000_000
@@ -59,11 +60,18 @@ class Memory(StrictModel):
 class ClassSnapshot(StrictModel):
     """Counts of one class. A monitor that the class does not use must be null; a missing monitor is an error."""
 
-    version: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
+    version: str
     latency: Latency
     json_validity: GoodRequests | None
     canaries: GoodRequests | None
     memory: Memory
+
+    @field_validator("version")
+    @classmethod
+    def _is_a_number(cls, version: str) -> str:
+        if not re.fullmatch("[1-9][0-9]{0,9}", version):
+            raise ValueError(f'must be the number of a version, such as "3", got "{short(version)}"')
+        return version
 
 
 class Snapshot(StrictModel):
