@@ -40,8 +40,10 @@ def show_status(config: Config) -> None:
         console.say(f"{config.work!s}: nothing was built or judged here yet")
     if not config.tracking.enabled:
         console.say("tracking.enabled=false: what serves is not shown")
-    if inventory.location is not None:
+    if inventory.location is not None and inventory.location.exists:
         print_registry(inventory.location)
+    elif inventory.location is not None and inventory.sweeps:
+        console.say(f"{inventory.location}: there is no such file")
     for model in inventory.models:
         _show_model(model, inventory)
     recent = last_sweeps(inventory.sweeps, max(1, config.prune.keep_sweeps))

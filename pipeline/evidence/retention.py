@@ -135,10 +135,13 @@ def take_inventory(config: Config) -> Inventory:
         with inventory.noting_problems():
             inventory.sweeps.append(summary.load(config.work, sweep))
     with inventory.noting_problems():
-        if config.tracking.enabled and (location := locate(config.tracking, config.work, config.model.label)).exists:
-            from pipeline.registry.mlflow_store import RegistryReader  # importing MLflow takes 2 s
+        if config.tracking.enabled:
+            location = locate(config.tracking, config.work, config.model.label)
+            if location.exists:
+                from pipeline.registry.mlflow_store import RegistryReader  # importing MLflow takes 2 s
 
-            inventory.models, inventory.location = RegistryReader(location).registered(inventory.lineages), location
+                inventory.models = RegistryReader(location).registered(inventory.lineages)
+            inventory.location = location
     with inventory.noting_problems():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
     inventory.sweeps.sort(key=lambda sweep: (sweep.sweep == last, sweep.began, sweep.sweep), reverse=True)

@@ -151,6 +151,8 @@ def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys:
     assert {"build 5", "identity 4"} <= {" ".join(line.split()[:2]) for line in lines}
     files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
     assert f"{decimal(sum(size for _, size in files))} in total; files that several kinds share count once" in lines
+    ground.command("stage=status", "tracking.uri=sqlite:///nowhere.db")
+    assert "nowhere.db (tracking.uri or MLFLOW_TRACKING_URI): there is no such file" in capsys.readouterr().out
 
 
 def test_prune_lists_files_and_removes_nothing_by_default(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
