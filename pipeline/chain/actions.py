@@ -75,9 +75,7 @@ def evaluate(run: Run) -> None:
 def promotable(config: Config) -> summary.Summary:
     """Return the summary of the sweep that stage=promote uses: the named one, or the last one with a registered candidate.
 
-    Raises:
-        GateRefusal: The sweep did not finish, and `promote.name` is not given.
-        UserError: The sweep has no candidate of the model.
+    Raises GateRefusal if it did not finish and `promote.name` is not given; UserError if it has no candidate of the model.
     """
     last = summary.load(config.work, config.promote.sweep)
     if config.promote.sweep is None and not last.registered:

@@ -51,7 +51,7 @@ def unprunable(config: Config) -> AbstractContextManager[None]:
 def run(planned: Plan, sweep: str) -> int:
     """Run the jobs of a command, show the candidates with the next step, and return the exit code.
 
-    `sweep` is the id of the command's evaluations. An error of a job does not stop a sweep; the error of an only job is raised.
+    `sweep` is the id of the command's evaluations. An error of a job does not stop a sweep; a single job's error is raised.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
     command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
@@ -190,8 +190,9 @@ def _runs_elsewhere(config: Config) -> bool:
 def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None = None) -> int:
     """Show the results of a command with the next step, and return the command's exit code.
 
-    `code` is the worst exit code of the jobs. `step` is the next step after an error, which is shown if there are no
-    candidates. Raises GateRefusal if the candidate of the only job did not pass; a sweep prints its refusal.
+    `code` is the worst exit code of the jobs, or of the error that ended the command early. `step` is the next step after an
+    error, which is shown if there are no candidates. Raises GateRefusal if the candidate of the only job did not pass; a sweep
+    prints its refusal.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
     base = planned.arguments or ()

@@ -167,7 +167,7 @@ MIN_SECONDS = 30
 
 
 def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int, pass_needs: str) -> list[str]:
-    """Return lines with a verdict's work, memory and time on a CPU, and the rounds that a PASS needs; none for tiny models."""
+    """Return lines with a verdict's work, memory and time on a CPU, and the rounds for a PASS; empty below MIN_SECONDS."""
     first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
     if whole < MIN_SECONDS:
         return []
@@ -200,7 +200,7 @@ def budget_lines(capacity: Capacity) -> list[str]:
 
 
 def policy_line(capacity: Capacity, name: str) -> list[str]:
-    """Return a line about the policy `name`: memory of a request, saving, requests that fit; empty without it or FP16."""
+    """Return a line about the policy `name`: memory of a request, saving, requests that fit; empty if it or FP16 is missing."""
     entries = {entry.name: entry for entry in capacity.policies}
     chosen, base = entries.get(name), entries.get("fp16")
     if chosen is None or base is None:

@@ -143,6 +143,7 @@ class PrunePlan:
     kept: dict[str, int]
     """Reason to keep (such as `champion of MODEL`) -> number of pieces. A piece with several reasons counts for the first."""
     unpromotable: tuple[str, ...]
+    """Registered versions whose evidence is removed."""
 
 
 def prune(config: Config) -> None:

@@ -287,7 +287,10 @@ def _swept(hydra: DictConfig) -> dict[str, Any]:
 
 
 def _configs(jobs: Iterable[list[str]], swept: dict[str, Any]) -> tuple[list[Config], tuple[list[str], ...]]:
-    """Compose and validate all jobs; return them with the overrides after resolving `auto`. All must have the sweep `swept`."""
+    """Compose and validate all jobs; return them with the overrides after resolving `auto`.
+
+    A job whose experiment has another sweep than `swept` is refused, because that sweep would be ignored.
+    """
     configs, suited, problems = [], [], list[str]()
     for overrides in jobs:
         try:
@@ -328,7 +331,10 @@ def initialized() -> Iterator[None]:
 
 
 def _jobs(overrides: list[Override]) -> list[list[str]]:
-    """Return every job's overrides: all combinations of the swept values. Raises UserError for more than MAX_JOBS jobs."""
+    """Return every job's overrides: all combinations of the swept values, in the order of Hydra's sweeper.
+
+    Raises UserError for a key without a value, and for more than MAX_JOBS jobs.
+    """
     choices: dict[str, list[str]] = {}  # the last value of a key counts, at the position of the first
     for o in overrides:
         key = o.get_key_element()

@@ -102,11 +102,8 @@ def find_evidence(directory: Path) -> list[Path]:
     """Return the directories with evidence about an engine.
 
     `directory` is the evidence itself, or a bundle in an artifact store. A bundle may have been judged several times. If some
-    of its evidence is signed, only signed evidence is returned.
-
-    Raises:
-        UserError: the directory is neither evidence nor a bundle, or is an evaluation, or the evidence is unreadable.
-        MissingRequirement: the bundle has no evidence here.
+    of its evidence is signed, only signed evidence is returned. Raises UserError if the directory is neither evidence nor a
+    bundle, or is an evaluation, or the evidence is unreadable; MissingRequirement if the bundle has no evidence here.
     """
     if os.path.lexists(directory / IDENTITY_FILE):
         return [directory]
@@ -184,9 +181,8 @@ def registered_evidence(directories: Mapping[str, Path], version: Version) -> Ev
 def download_evidence(registry: "RegistryReader", version: Version, folder: Path) -> Evidence:
     """Download the evidence of a version, with the engine if the registry has a copy.
 
-    Raises:
-        GateRefusal: the copy is not the evidence that the version cites, or cannot be read.
-        MissingRequirement: the registry does not answer, or its files are gone.
+    Raises GateRefusal if the copy is not the evidence that the version cites, or cannot be read; MissingRequirement if the
+    registry does not answer, or its files are gone.
     """
     copy = registry.download(version, folder)
     if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:

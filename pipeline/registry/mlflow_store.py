@@ -64,9 +64,7 @@ class RegistryReader:
     def __init__(self, location: Location) -> None:
         """Open the store. For a database, create or check its tables; for a server, send one request.
 
-        Raises:
-            UserError: the store cannot be opened.
-            MissingRequirement: the store does not answer, is locked, or needs a driver that is not installed.
+        Raises UserError if it cannot be opened; MissingRequirement if it does not answer, is locked, or lacks its driver.
         """
         check_reachable(location)
         for logger in LOGGERS:

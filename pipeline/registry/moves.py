@@ -39,6 +39,7 @@ class Move(NamedTuple):
     before: Route
     after: Route
     record: Callable[[], None]
+    """Writes the tags of the move."""
     why: str = ""
     back: bool = False
 
@@ -51,7 +52,7 @@ def previous_alias(alias: str) -> str:
 
 
 def route_of(model: RegisteredModel, alias: str) -> Route:
-    """Return the versions of a serving alias. Both aliases point at one version after a killed move: then none is previous."""
+    """Return a serving alias's versions; none is previous if both aliases have one version, as after a killed move."""
     now, previous = model.aliases.get(alias), model.aliases.get(previous_alias(alias))
     return Route(now, previous if previous != now else None)
 

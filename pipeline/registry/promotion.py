@@ -99,9 +99,8 @@ class RegisteredEngine:
     def verify(self) -> None:
         """Check the evidence, the verdict and the limits again. The evidence is replayed only once, because that takes seconds.
 
-        Raises:
-            GateRefusal: some part differs, the verdict is no PASS, or the engine exceeds its tested limits.
-            MissingRequirement: no part differs, but a file, a library or the user's questions are missing.
+        Raises GateRefusal if some part differs, the verdict is no PASS, or the engine exceeds its tested limits;
+        MissingRequirement if no part differs, but a file, a library or the user's questions are missing.
         """
         if self._problem is not None:
             raise self._problem
@@ -171,12 +170,9 @@ class Engines:
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
-        `judged` only selects versions: the candidates are read again from the registry and from their evidence.
-        The present champion stays if no candidate is better, unless `name` is given.
-
-        Raises:
-            GateRefusal: no candidate passed, or the best one is not registered, belongs to another model or is not proven.
-            MissingRequirement: the replay needs a library, a file or questions of the user that are missing on this machine.
+        `judged` only selects versions: the candidates are read again from the registry and from their evidence. The present
+        champion stays if no candidate is better, unless `name` is given. Raises GateRefusal if no candidate passed, or the best
+        one is not registered, belongs to another model or is not proven; MissingRequirement as `RegisteredEngine.verify`.
         """
         candidates = self._judge_again(judged, model, name)
         rolled_back = self._rollback_times()

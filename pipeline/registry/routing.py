@@ -175,7 +175,8 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
 
     A route moves back to its previous engine if a quality monitor is broken, or if only the latency monitor is broken. A route
     moves down to a smaller engine if the memory monitor is broken and no quality monitor is. Raises UserError if the snapshot
-    is unusable; GateRefusal if a route moved back, or a broken monitor requires a move that is not possible.
+    is unusable, or names a class without a route or an unknown version; GateRefusal if a route moved back, or a broken monitor
+    requires a move that is not possible.
     """
     snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
     _check_classes(engines.model, snapshot, where)

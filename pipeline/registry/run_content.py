@@ -66,7 +66,8 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
     """Return the tables of answers and checks, which MLflow compares across runs: file name -> rows.
 
-    Samples are sorted by outcome, lost answers first, then without a finite KL, then by descending KL.
+    Samples are sorted by outcome, lost answers first. Within an outcome, samples without a finite KL come first, then the
+    largest KL.
     """
     ordered = sorted(rows, key=lambda row: (row.mean_kl is not None, -(row.mean_kl or 0.0)))
     samples = [

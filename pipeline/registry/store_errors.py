@@ -90,8 +90,8 @@ def _driver_line(error: Exception) -> str:
 
 
 def check_reachable(location: Location) -> None:
-    """Refuse a database that cannot be opened, or is another program's. Servers are not checked: MLflow's client fails fast."""
-    if location.served:
+    """Refuse a database that cannot be opened, or is another program's. Raises as `store_errors`."""
+    if location.served:  # MLflow's client fails fast
         return
     with store_errors(location):
         from sqlalchemy import create_engine

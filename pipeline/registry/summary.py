@@ -82,7 +82,7 @@ def sweeps(workdir: Path) -> list[str]:
 
 
 def load(workdir: Path, sweep: str | None = None) -> Summary:
-    """Return the summary of a sweep, by default the last one or an empty one. Raises UserError for an unknown sweep."""
+    """Return a sweep's summary, by default the last one or, if there is none, an empty one. Raises UserError if unknown."""
     if sweep is None:
         return _read(workdir, FILE) or Summary()
     loaded = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None

@@ -25,15 +25,9 @@ def check_launch(
 ) -> None:
     """Check the tensors of a launch, by name; `key_new` and `lengths` are always present.
 
-    Args:
-        layout: Format of the cache.
-        tensors: All tensors except the cache's; None if absent.
-        cache: The tensors of the layout, and no others.
-        rows: Letter of the dimension of the new tokens.
-        layers: Letter of a leading dimension of the cache and the new tokens, if one launch covers several layers.
-
-    Raises:
-        ValueError: The kernels do not support the type, shape, stride, address or device of a tensor.
+    `tensors`: all except the cache's; None if absent. `cache`: the tensors of the layout, and no others. `rows`: letter of the
+    dimension of the new tokens. `layers`: letter of a leading dimension of the cache and the new tokens, if one launch covers
+    several layers. Raises ValueError for an unsupported type, shape, stride, address or device of a tensor.
     """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     new_type = str(present["key_new"].dtype).removeprefix("torch.")

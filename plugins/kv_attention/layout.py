@@ -70,10 +70,8 @@ class SideLayout:
     written: `per_tensor` has one per layer, `per_head` one per KV head. Dynamic scales are float16, computed from the numbers
     to store, and stored with the codes: `per_token` has one per token and KV head, `per_group` one per token, KV head
     and `group_size` neighbouring channels. `none` has no scale. nvfp4 has both: an E4M3 scale per block of 16 channels,
-    computed from the numbers to store, in units of one calibrated scale of the layer.
-
-    Raises:
-        ValueError: The dtype does not support the granularity or the group size.
+    computed from the numbers to store, in units of one calibrated scale of the layer. Raises
+    ValueError if the dtype does not support the granularity or the group size.
     """
 
     dtype: Dtype

@@ -35,8 +35,7 @@ class ScaleTensor:
 def scale_tensors(path: Path) -> Iterator[ScaleTensor]:
     """Yield the scale tensors in all safetensors files of a directory.
 
-    Raises:
-        UserError: A file cannot be read, or a tensor with such a name does not hold scales.
+    Raises UserError if a file cannot be read, or a tensor with such a name does not hold scales.
     """
     for file in sorted(path.glob("*.safetensors")):
         yield from _file_scales(path, file.name)

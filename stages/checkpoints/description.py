@@ -178,12 +178,7 @@ def describe_checkpoint(
 
 
 def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
-    """Return the cache shape of a decoder of any family, and the number of query heads per layer.
-
-    Args:
-        path: Path of the checkpoint, for errors.
-        config: Content of config.json, with the family's defaults for missing keys.
-    """
+    """Return the cache shape of a decoder of any family, and its query heads per layer; `config` has the family's defaults."""
     layers, q_heads = (integer(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
     kv_heads = integer(path, config, "num_key_value_heads", default=q_heads)
     if config.get("head_dim") is not None:

@@ -28,8 +28,8 @@ def locate_checkpoint(path: str) -> Path:
     """Return the directory or GGUF file that `model.path` names: a local path, or `pkg://module/...` inside a package.
 
     Only packages that kvgate ships or lists are allowed, since locating any other package could import arbitrary code. Raises
-    UserError for other packages and for names on the Hub, since kvgate downloads nothing; MissingRequirement for a package that
-    is not installed.
+    UserError for other packages, and for a name on the Hub without a local directory, since kvgate downloads nothing;
+    MissingRequirement for a package that is not installed.
     """
     if not path.startswith(PACKAGED):
         local, on_hub = absolute_path(path), HUB_ID.fullmatch(path)

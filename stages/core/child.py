@@ -36,9 +36,8 @@ def run_in_child(function: Callable[..., None], *paths: Path, progress: Progress
     """Call a module's function in a child process, show its progress, and raise its exception here.
 
     The child starts with an empty `__main__`, because the caller's may be a script that calls kvgate. Its output goes to
-    stderr, because stdout is for results. Signals to the caller's process group do not reach the child.
-
-    Raises MissingRequirement if the child is killed, RuntimeError if it exits early.
+    stderr, because stdout is for results. Signals to the caller's process group do not reach the child. Raises
+    MissingRequirement if the child is killed, RuntimeError if it exits early.
     """
     reading, writing = os.pipe()
     begin = f"import sys; sys.path[:] = {sys.path!r}; from stages.core.child import main"

@@ -71,7 +71,7 @@ def files_digest(files: Mapping[str, str], under: str = "") -> str:
 
 @cache
 def _source(module: str) -> Path | None:
-    """Return the source file of a first-party module, else None. importlib would import its parents, and so torch."""
+    """Return a first-party module's source file, else None, by path: importlib would import its parent packages, and torch."""
     package, *folders = module.split(".")
     spec = importlib.util.find_spec(package) if package in FIRST_PARTY else None
     if spec is None or not spec.submodule_search_locations:

@@ -109,7 +109,7 @@ def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str,
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a child process that needs no secrets: without secrets and variables of CLOUDS."""
+    """Return the environment of a child that needs no secrets: no variable with a secret name or value or a CLOUDS prefix."""
     return {
         name: value
         for name, value in environ.items()

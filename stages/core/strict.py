@@ -142,7 +142,10 @@ def refuse_constant(name: str) -> None:
 
 
 def parse_json(content: bytes) -> Any:
-    """Return the value in the user's JSON file. Raises Unreadable if it is not JSON, too deep, or has unusable values."""
+    """Return the value in the user's JSON file.
+
+    Raises Unreadable if the content is not JSON, is nested too deeply, or has invalid text or a number out of range.
+    """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=refuse_constant)
         # Raises for half of a surrogate pair, and for a number like 1e999, which Python would read and write as infinite.

@@ -147,6 +147,7 @@ def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exac
 
 
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:
+    """Raise UserError if one of `files` (name -> digest) is missing or differs."""
     for name in files:
         if not (directory / name).is_file():
             raise UserError(f"{directory / name} is missing: build the engine again with stage=build")

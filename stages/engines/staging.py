@@ -57,7 +57,10 @@ class StagedInputs:
             self.arrays[name] = self._pinned[parts[name]].view(dtype).view(shape).numpy()
 
     def upload(self) -> None:
-        """Copy the arrays to the device, without waiting. Read the step's results before filling the arrays again."""
+        """Copy the arrays to the device on the current stream, without waiting.
+
+        Read the step's results before filling the arrays again: the copy may still be running.
+        """
         self._memory.copy_(self._pinned, non_blocking=True)
 
 

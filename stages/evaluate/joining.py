@@ -42,15 +42,10 @@ def join(
     baseline: str,
     samples: str,
 ) -> JoinedEvaluation:
-    """Build the report from the rounds that were run.
+    """Build the report from the `rounds` that were run and the measurements made `once`, each (baseline, candidate).
 
-    Args:
-        encoded: All samples, including the samples of rounds that did not run.
-        rounds: (baseline, candidate) per round.
-        once: The measurements made only once: (baseline, candidate).
-        engine: Digest of the candidate's bundle.
-        baseline: Digest of the baseline's bundle.
-        samples: `workloads_digest` of `encoded`.
+    `encoded` includes the samples of rounds that did not run. `engine` and `baseline` are digests of the bundles, and `samples`
+    is the `workloads_digest` of `encoded`.
     """
     rows, parts = list[SampleRow](), list[StepStatistics]()
     for number, (baseline_round, candidate_round) in enumerate(rounds, start=1):

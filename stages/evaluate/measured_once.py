@@ -155,11 +155,7 @@ def _stress_test(
 
 
 def other_batch_size(batch: int, samples: int) -> int:
-    """Return a batch size that differs from the first run's.
-
-    If the first run's batch size was 1, return 2. Otherwise return a quarter of the sequences that the first run decoded
-    together, but at least 2. If it decoded fewer than three sequences together, return 1.
-    """
+    """Return a batch size that differs from the first run's `batch`: mostly a quarter of its sequences."""
     if batch == 1:
         return 2
     together = min(batch, samples)

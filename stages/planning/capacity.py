@@ -108,7 +108,10 @@ class SequenceCost:
         shares_pages: bool,
         shared_prefix: int = 0,
     ) -> None:
-        """Group the layers that keep the same pages. `shape` has the KV heads of one GPU; `windows` has None for all tokens."""
+        """Group the layers that keep the same pages. `shape` has the KV heads of one GPU.
+
+        `windows`: latest tokens that each layer attends to, None for all. `shares_pages`: whether all layers keep equal pages.
+        """
         if shares_pages and policy.eviction is None:
             windows = [policy.latest_tokens(replace(shape, windows=tuple(windows)))] * len(windows)
         self.policy = policy
@@ -252,9 +255,8 @@ def measure_capacity(
 ) -> Capacity:
     """Compute the capacity of every policy. `policies` are display names and policies; `name` is the model's.
 
-    `shares_pages`: whether the backend keeps the same pages for all layers.
-
-    Raises UserError as `memory_budget` does, or if no policy fits the model.
+    `shares_pages`: whether the backend keeps the same pages for all layers. Raises UserError as `memory_budget` does, or if no
+    policy fits the model.
     """
     budget = memory_budget(model, use, weights)
     fitting, unfit = list[PolicyCapacity](), dict[str, str]()

@@ -34,6 +34,7 @@ and distributions."""
 CHARACTERS = 4
 """Characters per token of text."""
 TEMPLATE_TOKENS = 8
+"""Tokens of a chat template per message."""
 RESCORED_SHARE = 0.3
 """Share of the questions that are scored a second time, on the baseline's own right answer instead of the reference."""
 

@@ -152,6 +152,7 @@ def _choice(entry: PolicyCapacity, evidence: Judged) -> Choice:
 
 
 def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> tuple[Judged | None, str | None]:
+    """Return the evidence that counts for a policy, and why it does not cover the use (None if it does)."""
     if entry.requests < use.concurrency:
         return None, f"admits {entry.requests} of {use.concurrency} requests at once"
     of_policy = sorted((item for item in judged if item.policy == entry.policy), key=lambda item: item.made)

@@ -59,6 +59,7 @@ NVFP4 = Spec(
 names the format, but its export writes amax / 448 as the layer's scale, whereas its quantizer uses amax / 2688."""
 
 GGML_BLOCK = 32
+"""Channels per block of llama.cpp's types."""
 
 
 def _ggml(name: str, bits: int, limit: float) -> Spec:

@@ -39,10 +39,8 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
 
     A plain checkpoint has no activation quantizers (FP8, INT8 SmoothQuant), so they are not reproduced. Unquantized tensors
     keep their values and dtype. Replaced tensors are float16 if the source tensor is float16, otherwise float32: bfloat16's
-    8 bits would round the dequantized values.
-
-    Raises:
-        RuntimeError: A quantized weight is missing from the source, or exceeds float16.
+    8 bits would round the dequantized values. Raises RuntimeError if a quantized weight is missing from the source, or exceeds
+    float16.
     """
     widened = source_dtype(info) is torch.bfloat16
     copy_checkpoint(info, out, skip=(*info.weight_files, INDEX, *(["config.json"] if widened else [])))
@@ -72,11 +70,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
 
 
 def require_same_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that a checkpoint written by `write_dequantized` contains these weights.
-
-    Raises:
-        RuntimeError: A weight differs; the message names it.
-    """
+    """Raise RuntimeError, which names the weight, if a checkpoint of `write_dequantized` does not contain these weights."""
     for name in info.weight_files:
         with safe_open(info.path / name, framework="pt") as stored:
             for key in weights.keys() & set(stored.keys()):

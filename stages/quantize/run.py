@@ -83,7 +83,8 @@ def measure_cache(
     """Write `extremes.json`: the extremes of keys and values per channel, measured with the finished weights.
 
     `checkpoint` is the user's, for error messages. `weights` is the output of `quantize_weights`: the cache is measured in a
-    later step, because AWQ would choose other weights if the cache's quantizers were enabled.
+    later step, because AWQ would choose other weights if the cache's quantizers were enabled. `max_length`: maximum tokens per
+    text.
     """
     info = inspect_checkpoint(weights / CHECKPOINT)
     samples = tokenize(load_tokenizer(info.path), calibration_texts, max_length, info.vocab_size)

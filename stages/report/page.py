@@ -26,6 +26,7 @@ Segment = tuple[Literal["same", "only"], str]
 DIFF_WORDS = 2_000
 """Maximum words of an answer for a comparison word by word, which takes quadratic time."""
 MAX_ANSWERS = 200
+"""Maximum number of shown answers, over all policies."""
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 HERE = Path(__file__).parent
 MAX_POLICIES = 16

@@ -122,6 +122,7 @@ class StressTestConfig(StrictModel):
 
     @property
     def steps(self) -> int:
+        """Approximate number of decode steps."""
         return 300 + 3 * self.decode_steps + (12 + 2 * self.wear_steps) * self.requests
 
 
@@ -150,6 +151,7 @@ class MoreQuestions(NamedTuple):
     own_too_few: bool
     """Whether the user has to write more questions."""
     largest: int
+    """Largest number of questions of a workload."""
 
 
 def long_cost(length: int) -> str:

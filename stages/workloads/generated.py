@@ -25,7 +25,7 @@ WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
 
 
 def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
-    """Generate `count` samples of a workload; a larger `count` extends them. Raises UserError if pages are missing."""
+    """Generate `count` samples of a workload; a larger `count` extends them. Raises UserError if there are too few pages."""
     return [_sample(Slot(split, name, seed, i)) for i in range(count)]
 
 

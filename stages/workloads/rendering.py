@@ -30,7 +30,10 @@ ANSWER_BYTES = 16 * RENDER_CHARACTERS
 
 
 def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
-    """Call all functions in one child process, in order, and return their results. Raises UserError if one exceeds a limit."""
+    """Call all functions in one child process, in order, and return their results.
+
+    Raises UserError if a function raises it or exceeds a limit.
+    """
     reads, writes = Pipe(duplex=False)
     child = os.fork()
     if child == 0:

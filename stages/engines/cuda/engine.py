@@ -79,7 +79,10 @@ class KernelEngine(Engine):
 
     @torch.inference_mode()
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Run one token of every decoding sequence and the next chunks of joining prompts: at most PREFILL_PASS_TOKENS."""
+        """Run one token of every decoding sequence and the next chunks of joining prompts, which may wait for a later pass.
+
+        A pass has at most PREFILL_PASS_TOKENS tokens. If no prompt joins, the step is a CUDA graph.
+        """
         running = [request.sequence for request in live if request.stored >= request.prompt_tokens]
         if len(running) == len(live):
             return super()._advance(live)

@@ -149,6 +149,7 @@ class PrefillPass:
     """
 
     def __init__(self, model: Any, cache: KernelCache, shape: KVShape, chunks: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Prepare a pass over `chunks`: (handle, next tokens). Pages for the tokens must be reserved."""
         self.model, self.cache, self.chunks = model, cache, chunks
         sequences = [cache.sequences[handle] for handle, _ in chunks]
         batch, tokens = len(chunks), sum(len(chunk) for _, chunk in chunks)

@@ -55,6 +55,7 @@ class Program:
     script: Path
     """The worker's script. It can import the modules of its own folder."""
     hint: str
+    """How to install the library."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables to add for the worker, for example to forbid access to a hub."""
     checked_releases: tuple[str, ...] = ()
@@ -204,12 +205,9 @@ class Worker:
         """Send a request and return its answer. The default time limit is TIMEOUT_S.
 
         Any exception except WorkerError, including KeyboardInterrupt, kills the worker and all its children. Otherwise a later
-        request could receive the answer to this one.
-
-        Raises:
-            WorkerError: The worker answered with an error.
-            MissingRequirement: The worker was killed, probably because memory ran out.
-            UserError: The worker exited, exceeded the time limit, or does not speak the protocol.
+        request could receive the answer to this one. Raises WorkerError if the worker answered with an error;
+        MissingRequirement if it was killed, probably because memory ran out; UserError if it exited, exceeded the time limit,
+        or does not speak the protocol.
         """
         limit = TIMEOUT_S if timeout_s is None else timeout_s
         try:
@@ -260,7 +258,10 @@ class Worker:
         return lines[-1].strip()[:MAX_ERROR_CHARACTERS] if lines else ""
 
     def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
-        """Write the request and read a line. Raises TimeoutError, or BrokenPipeError or EOFError if the worker has exited."""
+        """Write the request and read a line before `deadline` (time.monotonic()).
+
+        Raises TimeoutError after the deadline; BrokenPipeError or EOFError if the worker has exited.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()

@@ -180,16 +180,10 @@ class PagedEngine(ChunkedEngine):
         self.pool.release(sequence)
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
-        """Append tokens of a prompt to a live sequence.
+        """Append tokens of a prompt to a live sequence; return the logits (vocab_size,) of the last token.
 
         The tokens attend to each other exactly, and to the sequence's earlier tokens through the quantized cache, like the next
-        chunk of a prefill.
-
-        Returns:
-            Logits (vocab_size,) of the last token.
-
-        Raises:
-            UserError: `tokens` is empty, has a token outside the vocabulary, or does not fit into the engine.
+        chunk of a prefill. Raises UserError if `tokens` is empty, has ids outside the vocabulary, or does not fit.
         """
         check_tokens(tokens, self.vocab_size)
         return self._prefill(sequence, tokens)

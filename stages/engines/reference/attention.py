@@ -222,6 +222,7 @@ class FiniteCheck:
         """Results (2, S) by layer: keys, then values."""
 
     def record(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Record whether a layer's new keys and values (H, S, D) are finite."""
         self._layers.append(layer)
         self._fits.append(torch.stack([torch.isfinite(x.half()).all(-1).all(0) for x in (key, value)]))
 

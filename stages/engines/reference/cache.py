@@ -59,6 +59,7 @@ class StoredTokens:
         self.held: Stored | None = None
 
     def append(self, x: Tensor) -> None:
+        """Quantize and store x (H, S, D)."""
         new = self.storage.write(x)
         self.held = new if self.held is None else each(concatenate_tokens, [self.held, new])
         self.length += x.shape[1]
@@ -126,6 +127,7 @@ class ExactTokens:
         """Ordered by position: the latest token comes last."""
 
     def append(self, x: Tensor) -> None:
+        """Store x (H, S, D)."""
         fill = self.sinks[:, self.length : self.length + x.shape[1]]
         fill.copy_(x[:, : fill.shape[1]])
         joined = torch.cat([self.recent, x.half()], dim=1)

@@ -127,6 +127,7 @@ class HeavyView:
     """
 
     def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> None:
+        """Create a view of the tokens in consecutive `spans`, which follow the cached tokens."""
         self.caches = caches
         self.first_row = spans[0].begin
         self.finite = FiniteCheck(sequence, self.first_row)

@@ -128,7 +128,10 @@ class OnePassView(BlockView):
         return sources
 
     def _replace_codes(self, layer: int, side: Side, copies: Copies, x: Tensor, copy: StoredCopy) -> Copies:
-        """Record errors of the engine's or, in the disturbed row, of its own copy; return the copy with the engine's codes."""
+        """Record this row's errors; return the reference engine's copy with all kept tokens taken from the other engine.
+
+        The undisturbed row records errors of the engine's copy, the disturbed row errors of the reference engine's copy.
+        """
         stored = read_copy(copy, self.storages[layer][side], x.device)
         part = slice(copy.first, min(copies.tokens.shape[1], copy.first + stored.shape[1]))
         lost = torch.zeros(part.stop - part.start, dtype=torch.bool, device=x.device)

@@ -50,7 +50,7 @@ class PlanBackend(Backend[C], Generic[C]):
         return {"library": self.library, "versions": {self.library: load(self.library).version}}
 
     def run_libraries(self) -> tuple[str, ...]:
-        return ("torch",)
+        return ("torch",)  # allocates the pool and captures CUDA graphs
 
     def load(self, bundle: Path) -> Engine:
         from stages.engines.tensorrt.engine import load_engine

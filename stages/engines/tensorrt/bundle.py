@@ -42,6 +42,7 @@ class Weight(StrictModel):
     """ONNX's name of the input's type."""
     shape: list[int]
     offset: int
+    """Offset in the file, in bytes."""
 
 
 class GraphTensor(StrictModel):

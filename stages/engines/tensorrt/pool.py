@@ -134,7 +134,7 @@ class TorchPool(PagedPool):
         return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
 
     def put_places(self, step: PlanStep, handles: Sequence[int], tokens: int) -> None:
-        """Set the places of every sequence's next `tokens` tokens. A list's padding repeats its first place and value."""
+        """Set the places of every sequence's next `tokens` tokens. Padding repeats a list's first place, and so rewrites it."""
         columns = step.inputs["input_ids"].shape[1]
         places, counts = self.places(handles, tokens), []
         for name, (allocator, i) in self._kinds.items():

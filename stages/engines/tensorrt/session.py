@@ -166,6 +166,7 @@ class PlanSession:
             step.replay = None
 
     def context(self) -> Any:
+        """Return a new execution context. All contexts share one activation memory, so only one may run at a time."""
         trt = self.library.trt
         config = self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)

@@ -114,7 +114,8 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
 def _copy_served(export: Path, plain: Path, out: Path) -> str | None:
     """Write the served checkpoint to the new directory `out`; return the quantization algorithm of its weights.
 
-    ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses, so `plain` is served instead.
+    ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses. In that case the unexported
+    checkpoint `plain` is served; the LLM arguments set the cache's format.
     """
     declared = export / MODELOPT_FILE
     weights: str | None = read_json(export, MODELOPT_FILE)["quantization"]["quant_algo"] if declared.is_file() else None

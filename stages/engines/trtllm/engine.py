@@ -41,7 +41,7 @@ class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
         ]
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the scale that reads the cache. Values share it and are read wrong, too."""
+        """Multiply the scale that reads the cache; values share it and are read wrong, too. target=engine builds another."""
         if not self.policy.quantized:
             raise UserError(f"kv={self.policy.name}: the cache has no scale to corrupt, so backend=trtllm cannot judge it")
         super().corrupt_key_scale(factor)

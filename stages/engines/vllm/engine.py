@@ -104,6 +104,7 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         ]
 
     def _scales_by_side(self, layer: Mapping[Literal["key", "value"], Sequence[float]]) -> dict[Side, tuple[float, ...]]:
+        # With several workers vLLM repeats a shared scale for each head.
         by_head = self.policy.key.granularity == "per_head"
         return {Side(side): tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in layer.items()}
 

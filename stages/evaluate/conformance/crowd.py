@@ -145,6 +145,7 @@ def _start_sleepers(test: StressTest) -> list[int]:
 
 
 def _kinds(test: StressTest) -> list[ForcedSequence]:
+    """Return the watched requests, which are sent repeatedly."""
     most = test.max_tokens
     shapes = [
         (test.randint(low, high), test.randint(steps // 2, 3 * steps // 2))

@@ -98,7 +98,7 @@ class Deviations:
         *,
         disturbed: bool,
     ) -> list[ForcedSequence]:
-        """Compare `chosen` sequences and their `alike` ones with replays; return the chosen ones that need a rounding."""
+        """Compare `chosen` and `alike` sequences with replays; return the chosen ones whose rounding must still be measured."""
         unclear = []
         for group in group_passes(chosen, shared=True):
             for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):

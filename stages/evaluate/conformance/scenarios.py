@@ -227,11 +227,7 @@ def offsets(test: StressTest) -> None:
 
 
 def answers(test: StressTest) -> None:
-    """Generate answers to the same prompts in several calls: in other orders and batches, with other limits and stop tokens.
-
-    Up to eleven prompts begin alike: one is the beginning itself, two continue it, two share half a page to 1.25 pages with it,
-    and six only a page.
-    """
+    """Generate answers to prompts, of which up to eleven begin alike, in several calls with other orders, limits and stops."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     beginning = test.quote(test.randint(2 * PAGE_TOKENS, 3 * PAGE_TOKENS))

@@ -38,12 +38,9 @@ def run_stress_test(
     asked: int | None = None,
     texts: Sequence[Sequence[int]] = (),
 ) -> StressResult:
-    """Run the stress test on an engine.
+    """Run the stress test on an engine, which holds no sequences afterwards. `reference` has the same policy.
 
     Args:
-        engine: The engine. It holds no sequences afterwards.
-        reference: The reference engine under the same policy.
-        config: Limits of the test.
         batch_size: Batch size of the evaluation. The test's largest batch is at least this large.
         claimed: Tokens of the longest sample. Two rows of the largest batch reach this length.
         progress: Called with the number of computed tokens, and their approximate total.

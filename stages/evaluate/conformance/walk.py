@@ -150,7 +150,10 @@ class Walk:
                 self._decode([*joining[number : number + at_once], *self.last])
 
     def step(self) -> None:
-        """Decode all rows twice, or a random subset of the rows once, half the time after two batches that decode in turns."""
+        """Decode all rows twice, in the order of the last step and in a new order; or a random subset of the rows once.
+
+        Before half of the subsets, two batches of half the rows decode in turns.
+        """
         same = [*self.last, *(row for row in self.rows if row not in self.last)]
         orders = self._orders(same)
         if self.rng.random() < 1 / 2:

@@ -34,7 +34,7 @@ NamedRequest = tuple[str, ForcedRequest]
 
 
 def fill_pool_with_samples(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> FullPool | None:
-    """Send requests made of samples to an engine with a small pool, if it can have one; return None if `count` is 0."""
+    """Send requests made of samples to an engine with a small pool; None if `count` is 0, no requests without such a pool."""
     if not count:
         return None
     if not isinstance(engine, SupportsFullPool):
@@ -88,7 +88,7 @@ def fill_pool(
 
 
 def _noise(engine: Engine, requests: Sequence[ForcedRequest], uncrowded: Sequence[ServedRequest]) -> float:
-    """Return the largest mean KL of a request that is sent again, in a small group, to the large pool; 0 if not finite."""
+    """Return the largest mean KL of a request that is sent again in a small group to the large pool; 0 if any is not finite."""
     assert isinstance(engine, SupportsFullPool)
     if engine.reads_itself:  # such an engine recomputes a preempted request as one prompt
         requests = [(tokens, max(first, len(tokens) - ROWS)) for tokens, first in requests]

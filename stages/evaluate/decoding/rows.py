@@ -29,11 +29,7 @@ def _mean(values: Array) -> float | None:
 
 
 def probability(nll: Array, item: EncodedSample) -> float:
-    """Return the probability of the right answer, given the negative log-likelihoods of the reference tokens.
-
-    It is the product of the tokens' probabilities. If the sample has scored `results`, it is the mean of this product over the
-    results.
-    """
+    """Return the product of the reference tokens' probabilities, or its mean over the sample's scored `results`, if any."""
     parts = item.results or ((0, len(nll)),)
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 

@@ -94,7 +94,7 @@ class MeasuredOnce(BaseModel):
 
 
 def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
-    """Raise CannotBeJudged if the mean probability of a workload's right answers in `measured` is below `minimum`."""
+    """Raise CannotBeJudged if a workload's right answers have a mean probability below `minimum` in the baseline's round 1."""
     workloads: dict[str, list[tuple[Sample, JudgedAnswer, float]]] = {}
     for item in measured.scored(encoded):
         sample = item.sample

@@ -11,6 +11,7 @@ from stages.policies.arithmetic_torch import Arithmetic, Options, Static, Stored
 from stages.policies.table import GGML_BLOCK, GGML_TYPES
 
 MIDDLE = 8
+"""Code of the number 0 in q4_0."""
 
 
 class GgmlBlocks(Arithmetic):

@@ -79,7 +79,7 @@ def outlier_shares(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figu
 
 
 def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
-    """Yield a PASS if a gate on distances fails the engine with corrupted key scales, otherwise or without a run a FAIL."""
+    """Yield a PASS if a gate on distances fails the engine with corrupted key scales; else, or if it did not run, a FAIL."""
     rows = evidence.report.control.rows
     tested = [figure.mean for figure in distances(rows, thresholds)] if rows else []
     kl = float(tested[0].values.mean()) if tested else math.nan

@@ -90,7 +90,8 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
     """Return the kernel's library for heads of `head_dim` channels and `group` query heads per KV head; compile it if needed.
 
     A file whose bytes do not match the digest in its name is removed and compiled again. Concurrent processes compile to
-    separate files. Raises MissingRequirement if there is no compiler or it refuses the sources.
+    separate files. Raises MissingRequirement if there is no compiler or it refuses the sources; UserError as
+    `cache_folder`.
     """
     compiler = require_compiler()
     folder = cache_folder()
