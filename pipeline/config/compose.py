@@ -75,7 +75,7 @@ def to_config(composed: DictConfig) -> Config:
         list(ours.values())  # first, so that seed=${nope} is a problem of seed, not of workloads.seed, which refers to it
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=VALUE") from error
+        raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=PATH") from error
     except OmegaConfBaseException as error:
         missing = re.search(r"'backend\.(\w+)' not found", str(error))  # experiment=vllm refers to keys of vLLM
         owners = backends_with(missing[1]) if missing else ""

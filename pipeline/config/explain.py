@@ -38,6 +38,12 @@ NAMES = {
     CLASS_NAME: "must be 1 to 64 letters, digits, _ and -",
 }
 """Pattern of a name -> the pattern in words."""
+KINDS = (
+    dict.fromkeys(("list_type", "tuple_type"), "a list")
+    | dict.fromkeys(("dict_type", "model_type"), "a mapping of keys to values")
+    | dict.fromkeys(("bool_type", "bool_parsing"), "true or false")
+)
+"""Type of pydantic's problem -> the expected value in words."""
 KEY_MARK = "[key]"
 """Last part of pydantic's location of a problem with a mapping's key instead of its value."""
 
@@ -91,10 +97,8 @@ def _plain(problem: ErrorDetails) -> str:
     kind, text = problem["type"], problem["msg"]
     if kind == "string_pattern_mismatch":
         return NAMES.get(problem["ctx"]["pattern"], f"{text[0].lower()}{text[1:]}")
-    if kind in ("list_type", "tuple_type"):
-        return "must be a list"
-    if kind in ("dict_type", "model_type"):
-        return "must be a mapping of keys to values"
+    if kind in KINDS:
+        return f"must be {KINDS[kind]}"
     if kind == "too_short":
         least = problem["ctx"]["min_length"]
         return "must not be empty" if least == 1 else f"must have at least {least} items"
@@ -105,6 +109,8 @@ def _plain(problem: ErrorDetails) -> str:
 
 def _percent(context: Mapping[str, Any], value: object) -> str:
     is_share = 1 in (context.get("lt"), context.get("le"))
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)? ?%", value):
+        value, is_share = float(value.rstrip(" %")), True
     return f"; {value:g} % is {value / 100:g}" if is_share and isinstance(value, int | float) and 2 <= value <= 100 else ""
 
 

@@ -99,8 +99,9 @@ def refuse_words(arguments: Sequence[str]) -> None:
         raise UserError(redact_text(f"{spaced[0]}: spaces around =; write {spaced[1]}={spaced[2]}"))
     for word in filter(OPTION.fullmatch, words):
         groups = ["stage"] if word in STAGES else sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml"))
-        if groups:
-            raise UserError(f"{word}: did you mean {' or '.join(f'{group}={word}' for group in groups)}?")
+        meant = ["dry=true"] if word == "dry" else [f"{group}={word}" for group in groups]
+        if meant:
+            raise UserError(f"{word}: did you mean {' or '.join(meant)}?")
 
 
 def refuse_option(option: str, argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -169,16 +170,26 @@ def _sample(text: str) -> Sample:
     return sample
 
 
+_OTHER_NAMES = {"question": "prompt", "input": "prompt"} | dict.fromkeys(
+    ("answer", "completion", "expected", "output"), "reference"
+)
+"""Key of other tools' files -> kvgate's key."""
+
+
 def _problems(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_url=False):
         key, kind, text = ".".join(map(str, problem["loc"])), problem["type"], problem["msg"]
         if kind == "too_short" and problem["input"]:
             continue  # the problems of the list's items have their own lines
         if kind == "extra_forbidden":
-            yield f"{key}: unknown key, {'leave it out' if '.' in key else 'use ' + ', '.join(_Line.model_fields)}"
+            meant = _OTHER_NAMES.get(key) or ", ".join(get_close_matches(key, _Line.model_fields, n=1) or _Line.model_fields)
+            yield f"{key}: unknown key, {'leave it out' if '.' in key else f'use {meant}'}"
         elif kind == "missing":
-            yield f"{key}: missing, add it"
+            # Lines for training have the answer as their last message.
+            yield f"{key}: missing, add {'the right answer (not as a message)' if key == 'reference' else 'it'}"
         else:
+            if kind in ("tuple_type", "list_type"):
+                text = 'must be a list, as in ["TEXT"]'
             if kind in ("string_pattern_mismatch", "too_short"):
                 text = _PATTERNS.get(key, "must not be empty")
             fix = "" if key else ", correct the line"
