@@ -73,7 +73,7 @@ def evaluate(run: Run) -> None:
 
 
 def promotable(config: Config) -> summary.Summary:
-    """Return the summary of the sweep that stage=promote uses: the named one, or the last one with a registered candidate.
+    """Return the summary of the named sweep, or of the last sweep with a registered candidate.
 
     Raises GateRefusal if it did not finish and `promote.name` is not given; UserError if it has no candidate of the model.
     """
@@ -118,8 +118,8 @@ def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
     """Promote the best candidate of a summary. Raises as `candidates_of` and `Engines.promote` do.
 
-    `unfinished` is the message about missing jobs that report.html shows. It is not read from the summary here: a job that
-    promotes its own candidate is still running, and the summary would report this job as missing.
+    `unfinished`: message about missing jobs for report.html. A job that promotes its own candidate is still running, and the
+    summary would report this job as missing.
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     judged = candidates_of(config, last)
@@ -145,7 +145,6 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 
 def rollback(run: Run) -> None:
-    """Bring the previous champion back."""
     # decides=False: the recorded verdict counts, so that a user need not repeat the gates of the promotion.
     with run.engines(decides=False) as engines, show_progress("replaying the evidence"):
         move = engines.rollback()
@@ -156,7 +155,6 @@ def rollback(run: Run) -> None:
 
 
 def preview_promotion(config: Config) -> None:
-    """Print the move that stage=promote would make. Raises as `promote` does."""
     judged = candidates_of(config, promotable(config))
     with Run(config).engines() as engines, show_progress("replaying the evidence"):
         move = engines.promote(judged, config.model.label, config.promote.name)
@@ -165,7 +163,6 @@ def preview_promotion(config: Config) -> None:
 
 
 def preview_rollback(config: Config) -> None:
-    """Print the move that stage=rollback would make. Raises as `rollback` does."""
     with Run(config).engines(decides=False) as engines, show_progress("replaying the evidence"):
         move = engines.rollback()
     console.result("move", move.message, champion=move.champion, message=move.message)
@@ -227,7 +224,6 @@ CHECKS: dict[Stage, Callable[[Config], object]] = {
     "verify": lambda config: bundle_directory(str(config.bundle)),
     "monitor": lambda config: read_snapshot(config.monitor),
 }
-"""Checks of the inputs that only one stage has."""
 
 PREVIEWS: dict[Stage, Callable[[Config], None]] = {"promote": preview_promotion, "rollback": preview_rollback}
 """Functions of a dry run that print the move of the champion, if all checks succeed."""

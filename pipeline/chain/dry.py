@@ -1,8 +1,8 @@
 """`dry=true`: prints the artifacts that each job would make or reuse, and its foreseeable failures. Nothing is written.
 
-Each job takes its steps over a store that makes nothing (`DryStore`). The store returns existing artifacts, and a stand-in for
-each missing artifact. An artifact's key contains the digests of its inputs, which a missing input does not have yet. A
-stand-in uses the digest of its recipe instead, so that two jobs of a sweep with equal recipes share one stand-in.
+A job takes its steps over a `DryStore`, which returns existing artifacts, and stand-ins for missing artifacts. The key of a
+missing artifact is unknown if an input is missing too. A stand-in uses the digest of its recipe instead, so that two jobs of a
+sweep with equal recipes share one stand-in.
 """
 
 from collections import Counter, defaultdict
@@ -41,8 +41,6 @@ COLUMNS = list(map(Column, ("artifact", "job", "is")))
 
 
 class StandIn(Artifact):
-    """Placeholder for an artifact that is not in the store. Its key replaces the unknown digests of its files and folders."""
-
     exists = False
 
     def digest_under(self, folder: str) -> str:  # noqa: ARG002
@@ -50,8 +48,6 @@ class StandIn(Artifact):
 
 
 class DryStore(Store):
-    """A store that makes nothing. It returns an artifact that exists and is intact, otherwise a stand-in."""
-
     makes = False
 
     def make(self, recipe: Recipe, build: Callable[[Path], object], *, resumable: bool = False) -> Artifact:  # noqa: ARG002
@@ -66,7 +62,7 @@ class Preview:
     """The artifacts, verdicts and failures that a dry run foresees. Jobs are numbered from 1."""
 
     artifacts: list[tuple[int, str, Artifact]] = field(default_factory=list)
-    """Numbers of jobs, with the titles and artifacts of their steps."""
+    """(job, title, artifact) of every step."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     """Display names of jobs that are judged already -> their verdicts."""
     too_few: list[str] = field(default_factory=list)
@@ -124,10 +120,7 @@ class Preview:
 
 
 def preview(planned: Plan) -> int:
-    """Print the artifacts that the jobs would make or reuse, and their failures.
-
-    Return the exit code of the worst foreseeable failure or gate refusal; 0 if neither is foreseeable.
-    """
+    """Print what the jobs would make or reuse. Return the exit code of the worst foreseeable failure or gate refusal, or 0."""
     foreseen, store = Preview(), DryStore(planned.jobs[0].artifacts)  # the jobs of a sweep share one work directory
     opened = set[Path]()
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):

@@ -35,7 +35,6 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def weight_bytes(checkpoint: CheckpointInfo) -> int:
-    """Return the bytes of a checkpoint's weight files, or of a GGUF file."""
     sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
     return sum(sizes) or checkpoint.path.stat().st_size
 
@@ -157,7 +156,6 @@ class EngineSteps(Artifacts):
         return self.make(Recipe("quantize", ("stages.quantize.run",), config, inputs, MODELOPT), build, policy)
 
     def _quantized_inputs(self) -> dict[str, str]:
-        """Return the digests of the artifacts that every quantized checkpoint is made from."""
         weights, calibration = self.weights().digest, self.calibration().digest
         return {"checkpoint": self.checkpoint_digest, "calibration": calibration, "weights": weights}
 

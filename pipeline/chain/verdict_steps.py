@@ -83,7 +83,6 @@ class VerdictSteps:
 
     @cached_property
     def encoded_samples(self) -> Artifact:
-        """The tokens of every sample, shared by the engines of all policies."""
         recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.chain.bundle(FP16_POLICY)}, exclude=MEASURED_ONCE)
 
         def build(out: Path, _: Progress) -> None:
@@ -94,10 +93,7 @@ class VerdictSteps:
         return self.chain.make(recipe, build)
 
     def round(self, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
-        """Return the measurements of `policy`'s engine on a round's samples.
-
-        `baseline` is the baseline's artifact of the same round, to compare with; None measures the baseline itself.
-        """
+        """Measure a round with `policy`'s engine. `baseline`: its artifact of the same round; None measures the baseline."""
         stage = "baseline" if baseline is None else "round"
         workloads = self.config.workloads
         recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), exclude=MEASURED_ONCE, round=number)
@@ -121,10 +117,7 @@ class VerdictSteps:
         return self.chain.make(recipe, build, policy, f" {number}/{self._rounds}", resumable=True)
 
     def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
-        """Return the measurements of `policy`'s engine that are taken once instead of per round.
-
-        `baseline` is the baseline's first round; None measures the baseline itself.
-        """
+        """Return the measurements taken once, not per round. `baseline`: its first round; None measures the baseline."""
         stage = "baseline_once" if baseline is None else "once"
         config = self.config.workloads
         inputs = {**self.inputs(policy, baseline), "measured": measured}
@@ -169,7 +162,7 @@ class VerdictSteps:
     def recipe(
         self, stage: str, module: str, inputs: Mapping[str, Artifact], *, exclude: Set[str] = frozenset(), **config: object
     ) -> Recipe:
-        """Return the recipe of an artifact that a module of `stages.evaluate` makes. `exclude`: keys of `workloads` to omit."""
+        """Return the recipe of an artifact made by a module of `stages.evaluate`. `exclude`: keys of `workloads` to omit."""
         backend = self.chain.backend
         workloads = self.config.workloads.model_dump(exclude=set(exclude))
         # The inputs contain the digest of the user's files, so the recipe leaves out their paths.
@@ -203,7 +196,6 @@ class VerdictSteps:
 
     @cached_property
     def reference_device(self) -> str:
-        """Device of the reference engine: `cpu` or `cuda`."""
         from stages.engines.gpu import reference_device
 
         model_path = self.chain.source_path
@@ -260,7 +252,6 @@ class VerdictSteps:
         return join(self._encoded, rounds, once, self.config.workloads, samples=workloads_digest(self._encoded), **digests)
 
     def _is_decided(self, artifacts: Mapping[str, Artifact]) -> bool:
-        """Return whether the gates need no further round."""
         with show_progress("deciding whether to ask more"):
             joined = self._join(artifacts)
             return is_final(decide(joined.report, joined.rows, self.config.gates), joined.report)
@@ -293,8 +284,6 @@ class VerdictSteps:
 
 @dataclass
 class EnginePair:
-    """An engine and its reference engine, each loaded on first use."""
-
     steps: VerdictSteps
     policy: KVPolicy
 

@@ -17,10 +17,7 @@ FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def write_junit(path: Path, last: Summary, accepted: Collection[Status]) -> None:
-    """Write one test for every candidate of a sweep, and an error if a job gave no verdict.
-
-    `accepted`: verdicts that are no failure. A quick check that ends INCONCLUSIVE counts as skipped.
-    """
+    """Write a test per candidate, and an error if a job gave no verdict. `accepted`: verdicts that are passed or skipped."""
     root = Element("testsuites", {"name": "kvgate"})
     for candidate in last.candidates:
         _add_candidate(root, candidate, accepted)
@@ -40,7 +37,6 @@ def write_junit(path: Path, last: Summary, accepted: Collection[Status]) -> None
 
 
 def _add_candidate(root: Element, candidate: Candidate, accepted: Collection[Status]) -> None:
-    """Add a candidate's verdict as a test, with all checks as text."""
     suite = SubElement(root, "testsuite", {"name": _text(f"{candidate.model} {candidate.name}")})
     properties = SubElement(suite, "properties")
     facts = {"policy": candidate.policy, "backend": candidate.backend, "covered": candidate.covered or ""}

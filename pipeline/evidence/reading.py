@@ -43,8 +43,6 @@ USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence of a judged engine, for `pipeline.evidence.verify.replay`."""
-
     directory: Path
     identity: Identity
     report: EvaluationReport | None
@@ -70,7 +68,7 @@ class Evidence:
         return bundle_of(self.directory, "baseline", self.identity)
 
     def candidate(self, name: str) -> Candidate:
-        """Return the judged engine as a candidate with a display name. The evidence must have its report."""
+        """Return the judged engine as a candidate. The evidence must have its report."""
         assert self.report is not None, "the caller checks it"
         identity, store = self.identity, self.directory.parent.parent
         engine, baseline, evaluation = identity.reads
@@ -91,7 +89,6 @@ class Evidence:
 
 
 def bundle_directory(path: str) -> Path:
-    """Return the directory that `bundle=` names. Raises UserError if it does not exist."""
     directory = Path(path).expanduser()
     if not directory.is_dir():
         raise UserError(f"bundle={path}: no such directory; give an engine's directory, or of its evidence")
@@ -99,11 +96,11 @@ def bundle_directory(path: str) -> Path:
 
 
 def find_evidence(directory: Path) -> list[Path]:
-    """Return the directories with evidence about an engine.
+    """Return the directories with evidence about an engine: only the signed ones if some are signed.
 
-    `directory` is the evidence itself, or a bundle in an artifact store. A bundle may have been judged several times. If some
-    of its evidence is signed, only signed evidence is returned. Raises UserError if the directory is neither evidence nor a
-    bundle, or is an evaluation, or the evidence is unreadable; MissingRequirement if the bundle has no evidence here.
+    `directory` is the evidence itself, or a bundle in an artifact store, which may have been judged several times. Raises
+    UserError if it is neither, or is an evaluation, or the evidence is unreadable; MissingRequirement if the bundle has no
+    evidence here.
     """
     if os.path.lexists(directory / IDENTITY_FILE):
         return [directory]
@@ -139,7 +136,6 @@ def find_evidence(directory: Path) -> list[Path]:
 
 
 def read_evidence(directory: Path) -> Evidence:
-    """Read the evidence in a directory."""
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
     paths = directory / REPORT_FILE, directory / SAMPLES_FILE
@@ -152,7 +148,7 @@ def read_evidence(directory: Path) -> Evidence:
 
 
 def bundle_of(directory: Path, role: Role, identity: Lineage) -> Path | None:
-    """Return the bundle in a role, from the evidence's directory or the store around it; None if there is no such bundle."""
+    """Return the bundle in a role, from the evidence's directory or the store around it; None if it is in neither."""
     places = (directory / role, directory.resolve().parent.parent / identity.link(role).place)
     return next((place for place in places if place.is_dir()), None)
 
@@ -181,8 +177,8 @@ def registered_evidence(directories: Mapping[str, Path], version: Version) -> Ev
 def download_evidence(registry: "RegistryReader", version: Version, folder: Path) -> Evidence:
     """Download the evidence of a version, with the engine if the registry has a copy.
 
-    Raises GateRefusal if the copy is not the evidence that the version cites, or cannot be read; MissingRequirement if the
-    registry does not answer, or its files are gone.
+    Raises GateRefusal if the copy is not the cited evidence or is unreadable; MissingRequirement if the registry does not
+    answer or its files are gone.
     """
     copy = registry.download(version, folder)
     if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:
@@ -216,7 +212,6 @@ def with_questions(evidence: Evidence, workloads: WorkloadsConfig, folder: Path)
 
 
 def write_questions(path: Path, content: bytes) -> None:
-    """Write the user's file of questions or texts to its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 

@@ -41,8 +41,7 @@ LOCK = "lock"
 """Tag of a run with the name of its lock, a file in `Location.runs`."""
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
-"""Loggers to silence. They log dozens of lines while a new database is migrated, the tracebacks of exceptions that are raised
-anyway, and a warning for each text that MLflow truncates."""
+"""Loggers to silence: they log migrations, tracebacks of exceptions that are raised anyway, and texts that MLflow truncates."""
 MAX_VERSIONS = 200_000
 """Maximum versions in one answer of MLflow."""
 
@@ -107,7 +106,7 @@ class RegistryReader:
         return RunData()
 
     def registered(self, identities: Collection[str]) -> list[RegisteredModel]:
-        """Return the configured registered model, and each model with a version that cites a given identity."""
+        """Return the configured registered model, and each model with a version that cites one of `identities`."""
         known = self.client.search_model_versions(f"tags.{IDENTITY_TAG} LIKE '%'", max_results=MAX_VERSIONS)
         names = {str(entry.name) for entry in known if entry.tags[IDENTITY_TAG] in identities}
         models = []
@@ -128,10 +127,7 @@ class RegistryReader:
         return None
 
     def download(self, version: Version, folder: Path) -> Path:
-        """Download the evidence of a version, with the engine if the registry has a copy; return the path.
-
-        Raises LostFiles if the files are gone, or as `store_errors` does.
-        """
+        """Download the evidence, with the engine if the registry has a copy. Raises LostFiles if the files are gone."""
         try:
             with store_errors(self.location):
                 return Path(download_artifacts(version.source, dst_path=str(folder), tracking_uri=self.location.uri))
@@ -140,13 +136,8 @@ class RegistryReader:
 
 
 class MlflowStore(RegistryReader):
-    """A tracking store that is open for writing: one experiment with its runs, and one registered model."""
-
     def __init__(self, location: Location) -> None:
-        """Open the store; create its experiment and registered model if missing; close runs of dead processes.
-
-        Raises as `RegistryReader` does; UserError also for a copy of a store, moved files or a deleted experiment.
-        """
+        """Open or create the store; close runs of dead processes. Raises UserError for a copy or a deleted experiment."""
         self.lock = location.lock
         try:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
@@ -181,10 +172,7 @@ class MlflowStore(RegistryReader):
 
     @contextmanager
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
-        """Open a candidate's run for the block and yield its id. Its configuration is logged without secrets.
-
-        The run ends as FAILED after an exception, with the message as its tag `reasons`, and as KILLED after Ctrl-C.
-        """
+        """Open a candidate's run for the block and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
         lock = self._locks / token_hex(8)
         with ExitStack() as stack:
             with locked(self.lock, "beginning a run"):
@@ -222,10 +210,7 @@ class MlflowStore(RegistryReader):
         return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
 
     def _show_baseline(self, run_id: str, candidate: Candidate) -> None:
-        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did.
-
-        `run_id` is the candidate's run, which has the sweep, and the lock that both runs share.
-        """
+        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did."""
         metrics = run_content.baseline_metrics(candidate)
         if not metrics:
             return
@@ -248,7 +233,6 @@ class MlflowStore(RegistryReader):
             self.client.log_artifacts(run_id, scratch)
 
     def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str | None = None) -> None:
-        """Log tags and metrics in one batch, which MLflow splits if necessary."""
         now = int(time.time() * 1000)
         self.client.log_batch(
             run_id,
@@ -284,11 +268,7 @@ class MlflowStore(RegistryReader):
     # Engines
 
     def _add_version(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
-        """Register the engine with its evidence, unless a version with the same name, verdict and identity exists.
-
-        The version becomes an output of the run `run_id`. The alias `candidate` moves to the version unless it failed. Return
-        the version and the id of its logged model.
-        """
+        """Register the engine unless an equal version exists; return the version and the id of its logged model."""
         tags = {"kv": candidate.name, "verdict": candidate.verdict, IDENTITY_TAG: candidate.identity.digest}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
         model_name = self.location.model_name
@@ -357,7 +337,6 @@ class MlflowStore(RegistryReader):
 
 
 def version_of(entry: Any) -> Version:
-    """Convert MLflow's version to a `Version`."""
     return Version(
         str(entry.version), dict(entry.tags), str(entry.run_id or ""), entry.creation_timestamp / 1000, str(entry.source or "")
     )

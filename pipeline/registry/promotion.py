@@ -63,12 +63,9 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class PromotionMove:
-    """The engine that serves after a promotion or a rollback."""
-
     champion: str
     message: str
     candidates: tuple[Candidate, ...] = ()
-    """Candidates that a promotion compared, decided again."""
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Digest of a report -> reason why its candidate is not promoted, or only by name."""
 
@@ -80,15 +77,12 @@ def live_tokens(candidate: Candidate) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredEngine:
-    """A registered engine with its evidence. A command reads both only once."""
-
     candidate: Candidate
-    """The engine with its verdict: decided again by the command's gates, or as recorded (for a rollback)."""
+    """Decided again by the command's gates, or as recorded (for a rollback)."""
     beyond: str | None
     """How the engine's bundle exceeds the limits that the verdict covers; None if it stays within them."""
     policy: KVPolicy
     workloads: frozenset[str]
-    """Workloads that the engine was judged on."""
     replay: Callable[[], GateRefusal | MissingRequirement | None]
     """Checks the evidence again; returns the refusal if some part is not the same (`pipeline.evidence.findings`)."""
 
@@ -127,11 +121,10 @@ class Engines:
     dry: bool = False
     """Whether moves are only described."""
     _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
-    """Version number -> engine that `find` has returned, so that each engine is read and replayed once."""
+    """Version number -> engine that `find` has returned."""
 
     @cached_property
     def model(self) -> RegisteredModel:
-        """The registered model as the command found it."""
         return self.registry.read()
 
     @cached_property
@@ -141,10 +134,7 @@ class Engines:
         return None if serving is None else self.registry.judged_by(serving).tags.get("checkpoint_digest")
 
     def find(self, version: Version, *, fetched: bool = False) -> RegisteredEngine:
-        """Return the engine of a version. Raises GateRefusal if its evidence is missing.
-
-        `fetched`: whether missing evidence is downloaded from the registry. This may take gigabytes.
-        """
+        """Return an engine. `fetched`: download missing evidence (gigabytes). Raises GateRefusal if it is missing."""
         if version.number not in self._found:
             self._found[version.number] = self._read(version, self.fetch if fetched else None)
         return self._found[version.number]
@@ -164,7 +154,6 @@ class Engines:
         return engine
 
     def _verify(self, candidate: Candidate) -> None:
-        """Verify the engine of a candidate. Raises as `RegisteredEngine.verify`."""
         self.find(self.model.versions[candidate.version]).verify()
 
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
@@ -261,11 +250,10 @@ class Engines:
         return list(judged.values())
 
     def _incumbent(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the champion if it competes with the candidates; else None.
+        """Return the champion if it competes: it has a candidate's checkpoint, another name, and still passes.
 
-        It competes if it has the same checkpoint as a candidate, another name, and still passes. Checkpoints are compared
-        because a rebuilt baseline has another digest. If a candidate has the champion's name, the champion was judged again,
-        and only the new evidence counts.
+        A rebuilt baseline has another digest, so checkpoints are compared. A candidate with the champion's name is newer
+        evidence.
         """
         serving = self.model.pointed_at.get(CHAMPION)
         if serving is None or serving.name in [candidate.name for candidate in candidates]:
@@ -349,10 +337,10 @@ def _competes(champion: str) -> Iterator[None]:
 
 
 def choose_champion(candidates: Sequence[Candidate], excluded: Mapping[str, str] = MappingProxyType({})) -> Candidate:
-    """Return the best candidate that passed and is not excluded. Raises GateRefusal if there is none.
+    """Return the best candidate that passed and is not in `excluded` (digest of a report -> reason).
 
     The candidate with the most live tokens wins. Between equals, other engines win over the reference engine, then the lowest
-    mean KL wins. The keys of `excluded` are digests of reports, the values say why they are excluded.
+    mean KL wins. Raises GateRefusal if there is none.
     """
     best = max(
         (candidate for candidate in candidates if candidate.verdict == "PASS" and candidate.report.digest not in excluded),

@@ -1,7 +1,4 @@
-"""Corrects or refuses a tracking store that was moved or copied.
-
-MLflow's database holds the absolute addresses of its files, which a move or a copy makes wrong.
-"""
+"""Corrects or refuses a moved or copied tracking store. MLflow's database holds the absolute addresses of its files."""
 
 import sqlite3
 from contextlib import closing
@@ -42,7 +39,7 @@ def follow_move(location: Location) -> None:
 
 
 def check_files(location: Location, address: str) -> None:
-    """Refuse a store whose files were moved without it, and a copy of a SQLite store. The store has absolute addresses."""
+    """Refuse a store whose files were moved without it, and a copy of a SQLite store."""
     if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
         return
     old, new = path_of(address), path_of(location.artifact_root)

@@ -22,7 +22,6 @@ IDENTITY_TAG = "identity_digest"
 LEFT = "left-"
 """Prefix of a registered model's tags: `left-CLASS` lists the broken versions that the route of a class moved away from."""
 PORT = 5000
-"""Port of the server in the command that is printed for users."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,13 @@ class Version:
     number: str
     tags: Mapping[str, str]
     run_id: str = ""
-    """Id of the run that judged the engine."""
     made: float = 0.0
-    """Creation time, in seconds since 1970."""
+    """Seconds since 1970."""
     source: str = ""
     """Address of the files of the version's logged model."""
 
     @property
     def name(self) -> str:
-        """Display name of the engine."""
         return self.tags.get("kv", "no name")
 
     @property
@@ -102,7 +99,7 @@ class Version:
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A registered model at the moment when it was read: its versions, aliases and tags."""
+    """The state of a registered model when it was read."""
 
     name: str
     versions: Mapping[str, Version]
@@ -123,7 +120,7 @@ class RegisteredModel:
 
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:
-    """Resolve the tracking configuration for a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
+    """Resolve the tracking configuration. `model`: the checkpoint's short name. Raises UserError for a bad URI."""
     workdir = absolute_path(str(workdir))
     uri = tracking.uri or environ.get(ENVIRONMENT) or None
     if uri is None and re.search("[?%]", str(workdir)):  # special characters of URIs

@@ -23,8 +23,7 @@ UNTIL = "{until}"
 
 @contextmanager
 def announced(message: str, quiet_s: float, limit_s: float) -> Iterator[None]:
-    """Log a message if the block takes longer than `quiet_s`. UNTIL in the message is replaced by the time
-    of day `limit_s` seconds after the start."""
+    """Log a message if the block takes longer than `quiet_s`; UNTIL in it becomes the time of day `limit_s` after the start."""
     end = time.strftime("%H:%M:%S", time.localtime(time.time() + limit_s))
     timer = Timer(quiet_s, LOGGER.warning, [message.replace(UNTIL, end)])
     timer.daemon = True
@@ -61,8 +60,7 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
 def locked_at_once(path: Path) -> Iterator[bool]:
     """Hold a lock while the block runs, if it is free. Yields whether the lock was acquired.
 
-    The lock is not acquired if another process holds it or the file cannot be opened. Raises UserError if the file system has
-    no locks.
+    False if another process holds it or the file cannot be opened. Raises UserError if the file system has no locks.
     """
     lock = _lock(path)
     acquired = True
@@ -79,7 +77,7 @@ def locked_at_once(path: Path) -> Iterator[bool]:
 
 
 def _lock(path: Path) -> FileLock:
-    """Return a lock that other users may also hold: in a shared work directory the umask would exclude them."""
+    """Return a lock that other users may also hold: the umask would exclude them from a shared work directory."""
     return FileLock(path, mode=0o666, fallback_to_soft=False)
 
 

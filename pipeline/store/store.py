@@ -45,7 +45,7 @@ RESUMABLE_S = 30 * 24 * 3600.0
 
 class Store:
     makes: ClassVar[bool] = True
-    """Whether missing artifacts are made: False for a dry run."""
+    """False for a dry run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -113,10 +113,7 @@ class Store:
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
     def verified(self, recipe: Recipe, *, reused: bool = True) -> Artifact | None:
-        """Return the artifact of `recipe`; None if its manifest has another key, or if a file differs from its digest.
-
-        `reused` is the value of the artifact's field `reused`.
-        """
+        """Return the artifact, marked as `reused`; None if its manifest has another key or a file differs from its digest."""
         target = self.path(recipe)
         manifest = read_manifest(target)
         if manifest is None or not manifest["key"] == json_digest(manifest["parts"]) == recipe.key:
@@ -205,10 +202,7 @@ def unfinished(root: Path, stage: str, key: str, *, resumable: bool) -> Path:
 
 @contextmanager
 def scratch_folder(root: Path, stage: str, key: str) -> Iterator[Path]:
-    """Yield an empty folder of unfinished work, and remove it after the block.
-
-    If the process is killed, the next command that makes artifacts removes the folder.
-    """
+    """Yield an empty folder, and remove it after the block. If the process is killed, the next command removes the folder."""
     target = root / Recipe.place(stage, key)
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock_of(target), f"the {stage} {key[:12]}"):
