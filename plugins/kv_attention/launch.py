@@ -252,7 +252,6 @@ def compute_capability(device: torch.device) -> int | None:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Return the SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

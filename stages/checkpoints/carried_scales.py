@@ -28,15 +28,11 @@ MAX_NUMBERS = 1 << 18
 class ScaleTensor:
     layer: int
     sides: tuple[Side, ...]
-    """Sides of the cache that the scales belong to."""
     values: tuple[float, ...]
 
 
 def scale_tensors(path: Path) -> Iterator[ScaleTensor]:
-    """Yield the scale tensors in all safetensors files of a directory.
-
-    Raises UserError if a file cannot be read, or a tensor with such a name does not hold scales.
-    """
+    """Yield the scale tensors of all safetensors files. Raises UserError for an unreadable file or invalid scales."""
     for file in sorted(path.glob("*.safetensors")):
         yield from _file_scales(path, file.name)
 

@@ -62,7 +62,6 @@ class CheckpointInfo:
     q_heads: int
     vocab_size: int
     intermediate_size: int
-    """Columns of the MLP."""
     max_positions: int
     """Maximum sequence length of the model's rotary embedding in tokens."""
     rope_scaling: str | None
@@ -77,7 +76,6 @@ class CheckpointInfo:
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
-    """Read and check a checkpoint directory."""
     if not path.is_dir():
         raise refusal(path, absence(path))
     if os.path.lexists(path / ADAPTER):
@@ -131,7 +129,6 @@ def model_keys(content: dict[str, Any]) -> dict[str, Any]:
 def describe_checkpoint(
     path: Path, config: dict[str, Any], weight_files: tuple[str, ...], other_files: tuple[str, ...]
 ) -> CheckpointInfo:
-    """Check the content of a config.json, and return the description of the checkpoint."""
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
@@ -178,7 +175,7 @@ def describe_checkpoint(
 
 
 def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
-    """Return the cache shape of a decoder of any family, and its query heads per layer; `config` has the family's defaults."""
+    """Return a decoder's cache shape and query heads per layer. `config` has the family's defaults for missing keys."""
     layers, q_heads = (integer(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
     kv_heads = integer(path, config, "num_key_value_heads", default=q_heads)
     if config.get("head_dim") is not None:

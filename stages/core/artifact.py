@@ -31,7 +31,7 @@ class Artifact:
     """The values whose digest is the key (`Recipe.parts`)."""
     reused: bool = False
     seconds: float = 0.0
-    """Seconds that making the artifact took, even if this command only reused the artifact."""
+    """Seconds that making the artifact took, also if this command only reused it."""
 
     def digest_under(self, folder: str) -> str:
         return files_digest(self.files, folder)

@@ -17,7 +17,6 @@ TIMEOUT_S = 60
 
 @cache
 def hardware() -> dict[str, object]:
-    """Return this machine's processor, cores and GPUs, as JSON."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
@@ -33,8 +32,7 @@ def hardware() -> dict[str, object]:
 def gpus() -> list[dict[str, str]]:
     """Return the properties QUERY of every NVIDIA GPU; empty without a driver.
 
-    Raises MissingRequirement if nvidia-smi is installed but fails, or if its output has another form. Otherwise an artifact's
-    key could silently lack its GPU.
+    Raises MissingRequirement if nvidia-smi fails or has another output: an artifact's key could otherwise lack its GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

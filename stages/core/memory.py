@@ -14,8 +14,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def return_large_blocks() -> None:
     """Make the C library return blocks of at least 8 MiB to the system when they are freed.
 
-    By default glibc raises this threshold as it frees larger blocks, up to 32 MiB, and keeps the gaps between smaller blocks.
-    A process that loads several engines in turn then peaks 0.3 GB higher.
+    By default glibc raises this threshold up to 32 MiB and keeps gaps; loading engines in turn then peaks 0.3 GB higher.
     """
     _libc("mallopt", M_MMAP_THRESHOLD, 8 << 20)
     _libc("mallopt", M_TRIM_THRESHOLD, 64 << 20)
@@ -31,12 +30,10 @@ def collect_memory() -> None:
 
 
 def return_freed() -> None:
-    """Return the C library's freed memory to the system."""
     _libc("malloc_trim", 0)
 
 
 def _libc(name: str, *numbers: int) -> None:
-    """Call a function of the C library if it exists."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*numbers)

@@ -12,8 +12,7 @@ R = TypeVar("R")
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Call `function` for each item, with one thread per core, and return the results in order.
 
-    For functions that release the GIL: hashing, copying, and NumPy over large arrays. Raises the error of the first call that
-    fails, and cancels the calls that are still waiting.
+    For functions that release the GIL, such as hashing. Raises the first error, and cancels the calls that are still waiting.
     """
     items = list(items)
     if len(items) < 2:

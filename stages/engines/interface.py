@@ -42,7 +42,6 @@ class Continuation:
     reached: int = 0
     """Tokens that were stored when the request was last preempted."""
     preempted: int = 0
-    """Number of times that the request was preempted by an older request."""
 
 
 class Engine(ABC):

@@ -21,13 +21,10 @@ from stages.workloads.config import WorkloadsConfig
 
 @dataclass(frozen=True)
 class JoinedEvaluation:
-    """A report and the data that it is computed from."""
-
     report: EvaluationReport
     rows: list[SampleRow]
 
     def write(self, out: Path) -> None:
-        """Write `report.json` and `samples.jsonl` into an empty directory."""
         (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in self.rows), encoding="utf-8")
         (out / REPORT_FILE).write_text(self.report.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
@@ -121,7 +118,6 @@ def fidelity(steps: StepStatistics) -> Fidelity:
 
 
 def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
-    """Sum the tokens and passes of all answers, by drafter."""
     parts: dict[str, list[Acceptance]] = {}
     for row in rows:
         for drafter, counts in row.acceptance.items():

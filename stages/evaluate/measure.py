@@ -58,11 +58,9 @@ class ScoredSample:
 
     @property
     def name(self) -> str:
-        """The sample's id."""
         return self.encoded.sample.id
 
     def read_answer(self, tokenizer: BundleTokenizer, stopping: StoppingCriteria) -> None:
-        """Decode and judge the generated answer, if the sample has one."""
         tokens = self.result.answer
         if tokens is not None:
             text = tokenizer.text(stopping.without_stop(tokens))
@@ -83,18 +81,16 @@ def measure(
 ) -> None:
     """Run the samples of a round on an engine; compare a candidate with the baseline.
 
-    The function stores the baseline's log-probabilities for all samples, and the candidate's for samples that it repeats later
+    Stores log-probabilities of the baseline for all samples, and of a candidate for samples that it repeats later
     (`tokens.repeated_samples`). If the baseline's own answer is right and likelier than the reference, this answer is scored
     instead of the reference, on both engines.
+
+    Raises UserError if the baseline's logits are not finite, GateRefusal if a change of scales is not in `allow_scale_changes`.
 
     Args:
         out: Output directory. It must be empty, or left by an interrupted call with the same arguments. It receives the files
             that `stored.read_round` and `distance.stored_logprobs` read.
         baseline: Directory that this function wrote for the baseline in the same round; None for the baseline itself.
-
-    Raises:
-        UserError: The baseline's logits are not finite.
-        GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not in `allow_scale_changes`.
     """
     changes = audit_scales(engine, allow_scale_changes)
     stopping = StoppingCriteria(tokenizer.stop_tokens(config), config.extra_new_tokens)
@@ -129,21 +125,17 @@ def measure(
 
 
 def prefix_labels(progress: Progress, prefix: str) -> Progress:
-    """Return a progress callback that prepends a prefix to its labels."""
     return lambda label, done, total: progress(f"{prefix}{label}", done, total)
 
 
 @dataclass
 class _Scores:
-    """The scores of a sample that is being decoded."""
-
     baseline: SampleLogProbs | None
     """Log-probabilities to compare with: the baseline's, or in a repetition the engine's own earlier ones. None for the
     baseline's first run, which is compared with itself."""
     recorded: list[LogProbs] | None
     """The engine's own log-probabilities, if they are recorded."""
     tokens: list[TokenStatistics] = field(default_factory=list)
-    """Statistics by token of the reference."""
 
     def add(self, token: int, distributions: Distributions, row: int, greedy: int) -> None:
         """Compare the row that predicts the next reference token with the baseline's. `greedy`: the row's most likely token."""
@@ -221,10 +213,7 @@ def run_samples(
 def _conformance(
     engine: Engine, comparison: ForcedDecodeComparison | None, config: WorkloadsConfig, progress: Progress
 ) -> EngineConformance | None:
-    """Return the result of the comparison.
-
-    If the engine was not compared, return None. In a quick check, return a result without requests instead, which cannot pass.
-    """
+    """Return the comparison's result; without one, None or, in a quick check, a result without requests, which cannot pass."""
     if comparison is None:
         return EngineConformance(policy=engine.policy.name, requests=[]) if config.is_quick_check else None
     comparison.decode_missing()  # requests whose results an interrupted call had saved
@@ -297,10 +286,7 @@ def with_own_answer(sample: ScoredSample, stopping: StoppingCriteria) -> Encoded
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
-    """Return the scales that differ between an engine and its checkpoint; None if the engine does not load scales by itself.
-
-    Raises GateRefusal if some of the changes are not allowed.
-    """
+    """Return the scales that the engine changed; None if it loads none. Raises GateRefusal if a change is not allowed."""
     if not isinstance(engine, SupportsDelivery):
         return None
     policy = engine.policy

@@ -94,10 +94,7 @@ def measure_once(
 
 
 def cache_statistics(engine: TorchEngine, tokens: Sequence[int]) -> list[CacheStatistics]:
-    """Measure the ranges of keys and values by layer, and the signal-to-noise ratios of their quantization.
-
-    The first tokens of a prompt are measured, in the formats of the engine's policy.
-    """
+    """Measure ranges and signal-to-noise ratios of keys and values by layer: of the first tokens, in the policy's formats."""
     measured: list[CacheStatistics] = []
 
     def visit(layer: int, side: Side, computed: Any, stored: Any) -> None:
@@ -125,10 +122,7 @@ def _rerun_samples(
     stopping: StoppingCriteria,
     progress: Progress,
 ) -> list[SampleResult]:
-    """Run samples of the first round again, in batches of another size or token by token, for the noise floor.
-
-    `own_logprobs`: the engine's log-probabilities in the first round; `batch`: the batch size of that round.
-    """
+    """Run samples of the first round again for the noise floor. `own_logprobs` and `batch` are of the first run."""
     label = prefix_labels(progress, "noise floor: ")
     # An engine that serves whole requests would send every single decode step as a request, so it repeats whole requests.
     in_requests = isinstance(engine, SupportsRequests)
@@ -147,7 +141,6 @@ def _stress_test(
     progress: Progress,
     baseline_error: EngineConformance | None,
 ) -> StressResult:
-    """Run the stress test within the limits of the configuration and the tokens of the workload."""
     limits = config.stress_test.limited(longest)
     own_tokens = count_tokens(planned, once=shares(engine, config.batch_size)) if config.user_path else None
     texts = [item.prompt for item in encoded]
@@ -155,7 +148,7 @@ def _stress_test(
 
 
 def other_batch_size(batch: int, samples: int) -> int:
-    """Return a batch size that differs from the first run's `batch`: mostly a quarter of its sequences."""
+    """Return a batch size other than the first run's: usually a quarter of the sequences that it decoded together."""
     if batch == 1:
         return 2
     together = min(batch, samples)

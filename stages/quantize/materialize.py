@@ -37,10 +37,9 @@ def copy_checkpoint(info: CheckpointInfo, out: Path, skip: Collection[str] = ())
 def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the checkpoint to the new directory `out` with the weights of the quantized layers replaced.
 
-    A plain checkpoint has no activation quantizers (FP8, INT8 SmoothQuant), so they are not reproduced. Unquantized tensors
-    keep their values and dtype. Replaced tensors are float16 if the source tensor is float16, otherwise float32: bfloat16's
-    8 bits would round the dequantized values. Raises RuntimeError if a quantized weight is missing from the source, or exceeds
-    float16.
+    Activation quantizers (FP8, INT8 SmoothQuant) are not reproduced, and unquantized tensors are kept. Replaced tensors are
+    float16 if the source tensor is, otherwise float32: bfloat16's 8 bits would round the dequantized values. Raises
+    RuntimeError if a weight is missing from the source, or exceeds float16.
     """
     widened = source_dtype(info) is torch.bfloat16
     copy_checkpoint(info, out, skip=(*info.weight_files, INDEX, *(["config.json"] if widened else [])))
@@ -70,7 +69,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
 
 
 def require_same_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise RuntimeError, which names the weight, if a checkpoint of `write_dequantized` does not contain these weights."""
+    """Check that a checkpoint from `write_dequantized` has these weights. Raises RuntimeError naming one that differs."""
     for name in info.weight_files:
         with safe_open(info.path / name, framework="pt") as stored:
             for key in weights.keys() & set(stored.keys()):
@@ -90,7 +89,6 @@ def source_dtype(info: CheckpointInfo) -> torch.dtype:
 
 
 def _cast(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor:
-    """Return `values` as float16 if the source is float16, otherwise as float32."""
     if source is not torch.float16:
         return values.float().contiguous()
     halves = values.half().contiguous()
@@ -167,7 +165,6 @@ def checkpoint_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales 
 
 
 def tensor_files(info: CheckpointInfo) -> dict[str, str]:
-    """Return tensor name -> file for a checkpoint."""
     return {name: file for name, (file, _) in tensors_on_disk(info).items()}
 
 

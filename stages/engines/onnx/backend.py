@@ -14,12 +14,9 @@ from stages.policies.policy import KVPolicy
 
 
 class OnnxBackend(Backend[OnnxRuntimeConfig]):
-    """The default engine, on any CPU."""
-
     libraries = ("onnx", "onnxscript", "onnxruntime", "numpy", "scipy")
 
     def check_inputs(self, job: Job) -> None:
-        """Check that ONNX Runtime supports the types and the policy, and that native attention has a compiler."""
         refuse_bfloat16(self.config.compute_dtype)
         refuse_heavy_tokens(job.policy)
         refuse_reference_only(job.policy)

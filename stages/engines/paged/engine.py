@@ -36,8 +36,6 @@ class _Request(Continuation):
 
 
 class PagedEngine(ChunkedEngine):
-    """An engine over a paged pool. A subclass executes the graphs."""
-
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
         self.pool = pool
@@ -76,7 +74,7 @@ class PagedEngine(ChunkedEngine):
 
     @contextmanager
     def _limited_pool(self, pages: int | None) -> Iterator[None]:
-        """Within this context, limit the pool to `pages` more pages; if `pages` is None, its limit stays unchanged.
+        """Limit the pool to `pages` more pages within the context; None: no new limit.
 
         Prompts are prefilled in chunks of one page, so that they too read their earlier pages from the pool.
         """
@@ -90,7 +88,6 @@ class PagedEngine(ChunkedEngine):
             self.prefill_chunk, self.pool.max_pages = chunk, max_pages
 
     def _serve_together(self, requests: Sequence[ForcedRequest], rows: int) -> list[ServedRequest]:
-        """Run requests that arrive together; return the logits of their last `rows` tokens."""
         arrived = [_Request(list(tokens), first, len(tokens), rows=deque(maxlen=rows)) for tokens, first in requests]
         live = list(arrived)
         try:
@@ -114,7 +111,7 @@ class PagedEngine(ChunkedEngine):
         """Prefill the oldest waiting requests that fit into the pool; if none fits, decode one token of every running request.
 
         If a decode step finds no free page, the youngest running request is preempted. Returns the requests that advanced, and
-        the logits (B, V) after their stored tokens. Raises PoolFull if a single request does not fit.
+        their logits (B, V). Raises PoolFull if a single request does not fit.
         """
         running = [request for request in live if request.sequence >= 0]
         joining = [request for request in live if request.sequence < 0]
@@ -180,16 +177,11 @@ class PagedEngine(ChunkedEngine):
         self.pool.release(sequence)
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
-        """Append tokens of a prompt to a live sequence; return the logits (vocab_size,) of the last token.
-
-        The tokens attend to each other exactly, and to the sequence's earlier tokens through the quantized cache, like the next
-        chunk of a prefill. Raises UserError if `tokens` is empty, has ids outside the vocabulary, or does not fit.
-        """
+        """Append prompt tokens like the next chunk of a prefill. Raises UserError for tokens that are invalid or do not fit."""
         check_tokens(tokens, self.vocab_size)
         return self._prefill(sequence, tokens)
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        """Return a sequence's stored codes by layer, with the static scales that attention uses."""
         pools = self.pool.stored(sequence)
         lost = self.policy.evicted_pages(self.pool.length(sequence), self.shape)
         evicted = ((lost.start * PAGE_TOKENS, lost.stop * PAGE_TOKENS),) if lost else ()
@@ -230,10 +222,7 @@ class PagedEngine(ChunkedEngine):
                         self._faults[target] = self._faults.get(target, 1.0) * factor
 
     def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
-        """Raise UserError for the first key or value that is not finite; `sums` are the graph's output NOT_FINITE.
-
-        The lowest layer is reported, because its infinite or NaN values spread to all higher layers.
-        """
+        """Raise UserError for the first value that is not finite, in the lowest layer, since it spreads to higher layers."""
         head, token, row = (int(i) for i in min((h, s, b) for b, h, s, _ in np.argwhere(sums != 0).tolist()))
         layer, side = divmod(head // self.shape.kv_heads, 2)
         handle = handles[row]

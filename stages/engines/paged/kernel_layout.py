@@ -20,8 +20,6 @@ MODEL_PREFIX = "model.path: "
 
 @dataclass(frozen=True)
 class KernelLayers:
-    """A model's layers, divided into supported and unsupported layers."""
-
     layouts: dict[int, CacheLayout]
     """Layout by supported layer. Layers with equal formats have equal layouts."""
     refusals: dict[int, str]
@@ -29,7 +27,6 @@ class KernelLayers:
 
 
 def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:
-    """Return the layouts of the supported layers, and the reasons for the unsupported layers."""
     layers = KernelLayers({}, {})
     for layer in range(shape.layers):
         refusal = next(_refusals(policy, shape, layer, q_heads), None)

@@ -27,7 +27,6 @@ class StoredSide:
 
     @classmethod
     def of_layer(cls, policy: KVPolicy, shape: KVShape, layer: int) -> dict[Side, Self]:
-        """Return the stored copies of one layer's keys and values."""
         return {side: cls(side, form, shape.kv_heads, shape.head_dim) for side, form in policy.sides(layer).items()}
 
     @property
@@ -53,7 +52,6 @@ class StoredSide:
         return {f"{self.side}_{parameter}": (1, heads, 1, channels) for parameter in parameters}
 
     def constant_values(self, scales: KVScales, layer: int) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the values of `constants` in one layer."""
         if not self.form.has_static_scales:
             return {}
         static = scales.layers[layer][self.side]

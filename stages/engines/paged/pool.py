@@ -48,7 +48,7 @@ def exact_places(policy: KVPolicy, rows: Sequence[PagedSequence], positions: Ind
 
 
 def pad_rows(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
-    """Pad rows of unequal lengths with `fill`, to at least one column, because a graph cannot gather zero pages."""
+    """Pad rows with `fill` to equal lengths, and to at least one column, because a graph cannot gather zero pages."""
     filled = np.full((len(rows), max(1, *map(len, rows))), fill, np.int32)
     for i, row in enumerate(rows):
         filled[i, : len(row)] = row
@@ -56,10 +56,9 @@ def pad_rows(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
 
 
 def page_numbers(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
-    """Return the page numbers of the page indices `pages` (B, S), flattened.
+    """Return the page numbers of the page indices `pages` (B, S), flattened; arbitrary below the first page index of a row.
 
-    `rows` has a tuple per sequence: its page numbers, and the page index that the first number belongs to. The result for
-    lower page indices is arbitrary.
+    `rows`: (page numbers, page index of the first number) per sequence.
     """
     numbers = []
     for (page_table, first), page in zip(rows, pages, strict=True):
@@ -96,11 +95,7 @@ class PagedPool(SequencePages):
         return np.zeros(shape, dtype)
 
     def fork(self, handle: int) -> int:
-        """Start a sequence with the same tokens and return its handle.
-
-        Full pages are shared; a partly filled page and exact buffers are copied. Raises UserError if there is no room for
-        the copies.
-        """
+        """Start a sequence with the same tokens, which shares full pages. Raises UserError if there is no room for copies."""
         source = self.sequences[handle]
         full = source.length // PAGE_TOKENS
         shared = full - source.evicted_pages
@@ -122,7 +117,6 @@ class PagedPool(SequencePages):
         return child
 
     def _copy(self, allocator: PageAllocator, page: int) -> int:
-        """Copy a page and return the number of the copy."""
         copy = self._allocate(allocator)
         for array in self._numbered_by(allocator):
             array[copy] = array[page]
@@ -143,7 +137,6 @@ class PagedPool(SequencePages):
         super()._make_room(allocator, count)
 
     def _resize(self, allocator: PageAllocator, capacity: int) -> None:
-        """Reallocate the arrays of `allocator` for `capacity` pages or buffers and keep their contents."""
         allocator.grow(capacity)
         for name, old in self.arrays.items():
             if self._allocators[name] is allocator:
@@ -158,8 +151,7 @@ class PagedPool(SequencePages):
     def view(self, handles: Sequence[int]) -> tuple[dict[str, npt.NDArray[np.int32]], Spans]:
         """Return the tables of sequences, and the spans of the arrays that the tables refer to.
 
-        Page numbers in the tables are relative to the start of their span. A graph receives only the spans, because it may have
-        to widen its whole input first.
+        Page numbers are relative to the start of their span. A graph gets only the spans, because it may widen its whole input.
         """
         tables = self.tables(handles)
         spans = [(0, self.buffers.capacity)]
@@ -171,7 +163,6 @@ class PagedPool(SequencePages):
         return tables, Spans(self._moves, *spans)
 
     def array_view(self, name: str, spans: Spans) -> Array:
-        """Return the span of an array that a graph reads."""
         allocator = self._allocators[name]
         if allocator is self.buffers:
             return self.arrays[name][slice(*spans.buffers)]
@@ -259,7 +250,6 @@ class PagedPool(SequencePages):
         return stored, page_numbers(tables, indices)[stored], slots[stored]
 
     def _evict(self, row: PagedSequence, tokens: int) -> None:
-        """Free the pages that are evicted when `tokens` tokens are appended to a sequence."""
         lost = self.policy.evicted_pages(row.length + tokens, self.shape)
         pages = page_count(row.length) - row.evicted_pages
         leaving = slice(lost.start, min(pages, lost.stop - row.evicted_pages))
@@ -280,10 +270,7 @@ class PagedPool(SequencePages):
             row.window_pages.append(self._allocate(self.window_pages))
 
     def stored(self, handle: int) -> dict[str, tuple[int, npt.NDArray[np.uint8]]]:
-        """Return a sequence's stored tokens by array: the first token's position, and the bytes (H, n, W) of n tokens.
-
-        The gap of evicted tokens is filled with zeros.
-        """
+        """Return (position of the first token, bytes (H, n, W) of n tokens) by array; evicted tokens are filled with zeros."""
         row = self.sequences[handle]
         lost = self.policy.evicted_pages(row.length, self.shape)
         places = {
@@ -308,7 +295,6 @@ class PagedPool(SequencePages):
         return np.ascontiguousarray(array[numbers]).view(np.uint8)
 
     def scale_array(self, name: str, factor: float) -> None:
-        """Multiply an array of scales, zeros or exact values by a factor, in place."""
         self.arrays[name][...] = saturated_product(self.arrays[name], factor)
 
 

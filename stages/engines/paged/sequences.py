@@ -13,10 +13,9 @@ from stages.policies.policy import PAGE_TOKENS, page_count
 
 
 class PageAllocator:
-    """Allocates the numbers 0 to capacity - 1 of pages or exact buffers.
+    """Allocates the numbers 0 to capacity - 1 of pages or exact buffers, lowest free number first.
 
-    The lowest free number is allocated first. This keeps pages close together, because a graph reads the
-    whole span between the lowest and the highest page.
+    This keeps pages close together: a graph reads the whole span between the lowest and the highest page.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,6 @@ class PageAllocator:
             heapq.heappush(self._free, page)
 
     def state(self) -> tuple[dict[int, int], list[int]]:
-        """Return a snapshot of the used and free pages for `restore`."""
         return dict(self._users), list(self._free)
 
     def restore(self, state: tuple[dict[int, int], list[int]]) -> None:
@@ -71,10 +69,7 @@ class PoolFull(UserError):
 
 @dataclass
 class PagedSequence:
-    """The pages and the exact buffer of one sequence."""
-
     buffer: int
-    """Number of the buffer for exact tokens."""
     length: int = 0
     """Number of appended tokens, evicted tokens included."""
     pages: list[int] = field(default_factory=list)
@@ -92,8 +87,6 @@ class PagedSequence:
 
 
 class SequencePages(ABC):
-    """The pages and exact buffers of all live sequences."""
-
     def __init__(self) -> None:
         self.pages, self.buffers, self.window_pages = PageAllocator(), PageAllocator(), PageAllocator()
         self.sequences: SequenceTable[PagedSequence] = SequenceTable()
@@ -114,7 +107,6 @@ class SequencePages(ABC):
         return self.sequences.add(PagedSequence(self._allocate(self.buffers)))
 
     def release(self, handle: int) -> None:
-        """Free the sequence's pages and its exact buffer."""
         sequence = self.sequences.pop(handle)
         self.buffers.free(sequence.buffer)
         for page in sequence.pages:
@@ -133,7 +125,6 @@ class SequencePages(ABC):
 
     @property
     def live_tokens(self) -> int:
-        """Number of tokens in the caches of all sequences."""
         return sum(sequence.kept_tokens for sequence in self.sequences.values())
 
     @property
@@ -158,7 +149,6 @@ class SequencePages(ABC):
             self.sequences[handle].pages.extend(self.pages.allocate() for _ in range(count))
 
     def pages_needed(self, tokens: int) -> int:
-        """Return the number of pages that a new sequence of `tokens` tokens needs."""
         return self._pages_for(PagedSequence(-1), tokens)
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:

@@ -48,10 +48,7 @@ from stages.policies.scales import KVScales
 
 
 def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, device: torch.device = CPU) -> "TorchEngine":
-    """Load a bundle that build_bundle wrote. `threads` applies to all of torch in this process.
-
-    Raises MissingRequirement if the weights do not fit in the GPU's free memory.
-    """
+    """Load a bundle. `threads` applies to all of torch in this process. Raises MissingRequirement if the GPU is too small."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_torch_bundle(bundle)
     torch.set_num_threads(threads)
@@ -105,17 +102,13 @@ class TorchEngine(ChunkedEngine):
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> Self:
-        """Return an engine around transformers' causal language model, which must be in float32 and stays on its device.
-
-        `scales` are the policy's static scales; None if no side of the policy is static.
-        """
+        """Wrap transformers' causal language model (float32), on its own device. `scales`: None if no side is static."""
         shape = shape_for(model, policy)
         scales = scales_for(policy, shape, scales)
         return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales, model.device), prefill_chunk)
 
     @property
     def device(self) -> torch.device:
-        """Device of the model, the caches and all results."""
         device: torch.device = self.model.device
         return device
 
@@ -133,7 +126,6 @@ class TorchEngine(ChunkedEngine):
         return [HeavyCache.empty(self.policy, self.shape, storages, self.device) for storages in self.storages]
 
     def _view(self, handle: int, span: Span) -> _CachedView | HeavyView:
-        """Return the view of new tokens of a live sequence."""
         caches: Any = self.sequences[handle]
         if self._keeps_heavy:
             return HeavyView(caches, [span], f"sequence {handle}")
@@ -163,7 +155,6 @@ class TorchEngine(ChunkedEngine):
 
     @torch.inference_mode()
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """Return the logits as in `SupportsForced`."""
         self._check_forced(tokens, first)
         fed = Fed(tokens, [(first, False), (len(tokens) - first, True)])
         spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
@@ -172,7 +163,6 @@ class TorchEngine(ChunkedEngine):
         return logits
 
     def _one_pass_view(self, spans: Sequence[Span]) -> View:
-        """Return the view of a sequence that is computed in one pass."""
         if self._keeps_heavy:
             return HeavyView(self._heavy_caches(), spans, "the sequence")
         return OnePassView(self.policy, self.storages, self._plan(spans), finite=FiniteCheck("the sequence", 0))
@@ -186,7 +176,7 @@ class TorchEngine(ChunkedEngine):
         rounding: float = 0.0,
         origins: Sequence[tuple[int, int]] = (),
     ) -> list[Replay]:
-        """Compute whole sequences together, each in one pass, over the caches that another engine stored for them.
+        """Compute whole sequences together, each in one pass, over the caches that another engine stored. Keeps no sequence.
 
         Args:
             sequences: Tokens, and how the judged engine was fed: prompts, later chunks and decoded tokens in any order.
@@ -196,9 +186,6 @@ class TorchEngine(ChunkedEngine):
                 the disturbed rows.
             origins: For each sequence, the index of an earlier sequence, and the number of leading tokens for which both have
                 equal ids and stored copies. These are computed once, and their logits are returned only for the earlier one.
-
-        Returns:
-            Logits and errors by sequence. The engine keeps no sequence.
         """
         if self._keeps_heavy or not origins:
             origins = [(0, 0)] * len(sequences)
@@ -229,7 +216,6 @@ class TorchEngine(ChunkedEngine):
     def _replay_views(
         self, sequences: Sequence[Fed], caches: Sequence[Any], origins: Sequence[tuple[int, int]], passes: int
     ) -> list[Sequence[Any]]:
-        """Return the views of every sequence, one per pass."""
         parts: list[Sequence[Any]] = []
         for fed, layers, (origin, begin) in zip(sequences, caches, origins, strict=True):
             spans = fed.spans(self.prefill_chunk, itself=self.reads_itself, begin=begin)
@@ -244,7 +230,7 @@ class TorchEngine(ChunkedEngine):
         return parts
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        """Return the stored copies of a live sequence by layer. Empty for H2O, whose heads keep different tokens."""
+        """Return the stored copies by layer. Empty for H2O, whose heads keep different tokens."""
         caches: Any = self.sequences[sequence]
         return [] if self._keeps_heavy else [cache.stored for cache in caches]
 

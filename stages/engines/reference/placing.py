@@ -14,10 +14,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def place_model(model: Any, device: torch.device) -> Any:
-    """Move a float32 model to a device and return it. On a CPU the model is not changed.
-
-    On a GPU, products are computed in float32, never in TF32.
-    """
+    """Move a float32 model to a device and return it. On a GPU, products are in float32, never in TF32."""
     if device.type == "cpu":
         return model
     torch.set_float32_matmul_precision("highest")
@@ -58,10 +55,7 @@ def _restore(stored: dict[str, torch.nn.Parameter], module: torch.nn.Module, *_:
 
 @contextmanager
 def within_memory(device: torch.device) -> Iterator[None]:
-    """Raise MissingRequirement if GPU memory runs out.
-
-    UserError would be wrong: the stress test treats it as a refusal by the judged engine.
-    """
+    """Raise MissingRequirement if GPU memory runs out: the stress test treats UserError as a refusal by the judged engine."""
     try:
         yield
     except RuntimeError as error:

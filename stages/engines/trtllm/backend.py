@@ -110,7 +110,6 @@ def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, inte
 
 
 def require_target(target: TargetName, installed: Interpreter) -> None:
-    """Raise MissingRequirement if the release does not support the target."""
     if target == "engine" and ENGINE_RELEASES.fullmatch(installed.release) is None:
         raise MissingRequirement(
             f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target=engine needs {ENGINES}; "
@@ -212,7 +211,6 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
     checkpoint_folder = "checkpoint"
 
     def check_inputs(self, job: Job) -> None:
-        """Check that the target supports the configuration, and that the interpreter and the GPUs exist."""
         if not job.builds:
             return
         refuse_other_attention(job.checkpoint, "backend=trtllm was not tested with this")
@@ -232,12 +230,10 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
             check_judging(target, self.config, job.policy, self.interpreter)
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return ModelOpt's exports, the input of both targets."""
         exports = artifacts.exports(policy)
         return Source(exports.path, exports.digest)
 
     def build_parts(self) -> dict[str, object]:
-        """Return the inherited parts, how an evaluation differs from serving, and the GPUs' compute capabilities."""
         target, interpreter = self.config.target, self.interpreter
         capabilities = rank_capabilities(target, interpreter, self.config.tensor_parallel_size)
         return {**super().build_parts(), "judged": JUDGED[target], "compute_capabilities": capabilities}

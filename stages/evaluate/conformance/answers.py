@@ -32,8 +32,6 @@ class Answer(NamedTuple):
 
 
 class AnswerChecks:
-    """Collects the answers of a scenario, checks them, and reports wrong answers."""
-
     def __init__(self, comparer: SequenceComparer, failures: list[str]) -> None:
         self.comparer, self.engine, self.failures = comparer, comparer.engine, failures
         self.answers: list[Answer] = []
@@ -71,8 +69,8 @@ class AnswerChecks:
     def check(self, answers: Sequence[Answer], force: Callable[[ForcedSequence], None], advance: Callable[[int], None]) -> None:
         """Check that every token is the most likely on the reference engine, up to rounding.
 
-        The reference engine uses its own codes, and a single flipped code may change an answer. An answer that looks wrong is
-        therefore checked again by the engine's own logits, which `force` records.
+        A single flipped code may change an answer, so an answer that looks wrong is checked again by the engine's own logits,
+        which `force` records.
         """
         answers = list(_longest(answers))
         feds = [
@@ -101,10 +99,9 @@ class AnswerChecks:
 
 
 def _longest(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """Yield the answers without redundant ones, the longest first.
+    """Yield the answers, longest first, without those that begin another answer to the same prompt.
 
-    An answer is redundant if another answer to the same prompt begins with the same tokens. If a stop token ended the answer, a
-    stop token must also follow these tokens in the other answer.
+    If a stop token ended an answer, a stop token must also follow in the longer answer.
     """
     longest = defaultdict[tuple[int, ...], list[list[int]]](list)
     for answer in sorted(answers, key=lambda answer: -len(answer.tokens)):

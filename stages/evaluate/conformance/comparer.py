@@ -43,8 +43,6 @@ FAR = 1e6
 
 @dataclass(frozen=True)
 class ComparedSequence:
-    """Distances of a sequence from its replay."""
-
     record: ComparedRequest
     kl: Array
     """KL by row (R), in nats."""
@@ -156,9 +154,8 @@ class SequenceComparer:
     def first_deviation(self, sequence: ForcedSequence, compared: ComparedSequence) -> Deviation:
         """Locate the first position at which a sequence deviates, and the faulty operation.
 
-        The replay uses the engine's own codes, so an error does not spread to later tokens. A wrong code differs at its own
-        position and changes no logits. A wrong read changes the logits of its step, and the vectors that higher layers store
-        for its token.
+        The replay uses the engine's own codes, so an error does not spread to later tokens. A wrong code changes no logits. A
+        wrong read changes the logits of its step, and the vectors that higher layers store for its token.
         """
         positions = sequence.positions
         rows = [positions[row] for row in self._wrong_rows(compared)]
@@ -209,9 +206,8 @@ def _means(errors: Sequence[dict[Side, Errors]], part: str) -> tuple[float, ...]
 def _stored_limits(record: ComparedRequest, layers: int) -> list[float]:
     """Return the error by layer above which a stored vector counts as wrong.
 
-    If the mean error of a layer exceeds the layer's limit, that limit applies to every vector of the layer. Layers within their
-    limits then have no wrong vectors. If no layer exceeds its limit, all layers have the limit of single vectors, or the limit
-    of the mean if only the mean exceeds its limit.
+    If layers' means exceed their limits, these limits apply to the layers' vectors, and other layers have no wrong vectors.
+    Otherwise all layers have the limit of single vectors, or the limit of the mean if only the mean exceeds its limit.
     """
     engine, rounding, times = record.engine, record.rounding, record.layers_times_allowed
     if any(part > 1 for part in times):

@@ -1,11 +1,9 @@
 """Compares requests of an engine's forced decode with the reference engine (conformance).
 
-The compared logits come from the decode steps that the evaluation judges. No request is decoded again for the comparison,
-except after an interruption.
+The compared logits come from the decode steps that the evaluation judges: only an interruption needs another decode.
 
-A deviation is explained by a known mistake if possible. A faulty reference is a reference engine with one such mistake in
-writing or reading its cache. If a deviating engine is much closer to a faulty reference than to the reference engine, it
-probably makes the same mistake.
+A faulty reference is a reference engine with a known mistake in writing or reading its cache. If a deviating engine is much
+closer to a faulty reference than to the reference engine, it probably makes the same mistake.
 """
 
 import math
@@ -83,7 +81,6 @@ class ForcedDecodeComparison:
                 self.take(event)
 
     def result(self) -> EngineConformance:
-        """Return the result, with the location and explanation of the worst deviation."""
         return EngineConformance(
             policy=self.comparer.engine.policy.name,
             requests=[self.records[i] for i in sorted(self.records)],
@@ -112,8 +109,8 @@ class ForcedDecodeComparison:
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
     """Return the indices of `count` samples per workload, evenly spread from the shortest to the longest.
 
-    If `count` is 1, the first workload contributes its shortest sample and the last workload its longest. The workloads between
-    them contribute samples of intermediate length. A single workload contributes its longest sample.
+    If `count` is 1, the first workload contributes its shortest sample, the last (or only) workload its longest, and the
+    workloads between them samples of intermediate length.
     """
     workloads: dict[str, list[int]] = {}
     for i, item in enumerate(encoded):
@@ -128,8 +125,6 @@ def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
 
 
 class TowardsZero(Storage):
-    """Storage that rounds codes towards zero."""
-
     def write(self, x: Tensor) -> Stored:
         return quantize(x, self.form, self.static, towards_zero=True)
 
@@ -159,9 +154,8 @@ def _scaled_one(storage: Storage) -> Storage:
 def find_explanation(comparer: SequenceComparer, sequence: ForcedSequence) -> Explanation | None:
     """Return the known mistake that explains a deviating engine; None if none does.
 
-    A mistake explains the engine if the engine conforms to the faulty reference with this mistake, or is CLOSER times nearer to
-    the faulty reference than to the reference engine. If the engine's codes have the policy's formats, faulty references with
-    other formats are excluded.
+    The engine must conform to the faulty reference, or be CLOSER times nearer to it than to the reference engine. If the
+    engine's codes have the policy's formats, faulty references with other formats are excluded.
     """
     reference = comparer.reference.engine
     quantized = any(sequence.layers) and not comparer.problem(sequence)
@@ -180,7 +174,6 @@ def find_explanation(comparer: SequenceComparer, sequence: ForcedSequence) -> Ex
 
 
 def _compared(comparer: SequenceComparer, sequence: ForcedSequence, engine: TorchEngine) -> ComparedRequest:
-    """Compare a sequence with another `TorchEngine` instead of the reference engine."""
     other = replace(comparer, reference=replace(comparer.reference, engine=engine))
     ((replay, _),) = other.replay([sequence])
     record = other.compare(sequence, replay, problem="").record

@@ -49,7 +49,6 @@ LogitSample = npt.NDArray[np.float32]
 
 
 def crowd(test: StressTest) -> None:
-    """Serve a crowd twice, with different unrelated requests each time, and check that the watched logits stay equal."""
     kinds = _kinds(test)
     first = _serve(test, kinds, 1, compared=True)
     sleepers = _start_sleepers(test)
@@ -176,7 +175,6 @@ def _arrivals(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int)
 
 
 def _serve(test: StressTest, kinds: Sequence[ForcedSequence], unrelated: int, *, compared: bool = False) -> list[LogitSample]:
-    """Serve the crowd; return some logits per watched token, in order."""
     waiting = deque(_arrivals(test, kinds, unrelated))
     places = np.random.default_rng([test.seed, 0, 1])
     marks: list[LogitSample] = []

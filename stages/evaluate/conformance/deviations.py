@@ -41,8 +41,6 @@ change which tokens are evicted later: a sound sequence of 206 tokens had a mean
 
 
 class HasTokens(Protocol):
-    """A sequence or its inputs."""
-
     @property
     def tokens(self) -> Sequence[int]: ...
 
@@ -51,8 +49,6 @@ S = TypeVar("S", bound=HasTokens)
 
 
 class Deviations:
-    """Compares the sequences of a stress test, and reports the sequences that deviate."""
-
     def __init__(self, comparer: SequenceComparer) -> None:
         reference = comparer.reference
         self.comparer = comparer
@@ -72,13 +68,9 @@ class Deviations:
     def compare(self, sequences: Sequence[ForcedSequence], done: Callable[[int], None] = lambda _: None) -> None:
         """Compare sequences, then drop their logits and codes. Equal sequences with equal codes share a replay.
 
-        Measuring a rounding doubles the cost of a replay. The rounding is therefore measured only
-
-        - for every ONE_IN-th sequence of the first call,
-        - for sequences that exceed the limits of the roundings that are known,
-        - for all sequences if medians judge the logits, or once a sequence is suspect.
-
-        All others would also be within the limits of their own rounding. `done` gets the token count of each sequence.
+        Measuring a rounding doubles the cost of a replay. It is measured for every ONE_IN-th sequence of the first call, for
+        sequences beyond the limits of known roundings, and for all if medians judge the logits or a sequence is suspect. All
+        others would also be within the limits of their own rounding. `done` gets the token count of each sequence.
         """
         by_codes = defaultdict[object, list[ForcedSequence]](list)
         for sequence in sequences:

@@ -1,9 +1,8 @@
-"""The reference engine: a `TorchEngine` with the policy, scales and weights of the engine under test. It also measures how
-sensitive its results are to rounding.
+"""The reference engine: a `TorchEngine` with the policy, scales and weights of the engine under test.
 
 A number halfway between two codes may get either code, depending on earlier rounding errors. With a coarse cache, a few flipped
-codes change the logits more than some faults do. The reference engine therefore computes logits twice: exactly, and with
-activations that are disturbed by a rounding error. The distance between the two results is the unit of the allowed distance.
+codes change the logits more than some faults do. The reference engine therefore also computes logits with activations that are
+disturbed by a rounding error. The distance between the two results is the unit of the allowed distance.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +18,6 @@ MIN_MEASURED = 1 / 16
 
 @dataclass(frozen=True)
 class ReferenceEngine:
-    """A `TorchEngine` and the rounding error of the engine under comparison."""
-
     engine: TorchEngine
     assumed_rounding: float | None = ROUNDING["float32"]
     """Rounding error of a layer's output, relative to its root mean square, as `Backend.rounding` gives it. None if the
@@ -45,10 +42,7 @@ class ReferenceEngine:
         return ROUNDING["float16" if self.engine.rounds_queries else "float32"]
 
     def with_limits_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
-        """Return this reference engine with the limits for a candidate, which depend on the baseline's distances.
-
-        `baseline`: conformance of the baseline; None to compare the baseline itself.
-        """
+        """Return this with a candidate's limits. `baseline`: the baseline's conformance; None compares the baseline itself."""
         requests = [] if baseline is None else baseline.requests
         if not self.measures_rounding:
             return replace(self, limit=allowed(requests))

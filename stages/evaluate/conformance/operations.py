@@ -60,7 +60,6 @@ class StressTest:
     progress: Progress = no_progress
     """Called with the tokens that the engine or the reference engine computed, and their approximate total."""
     scenario: str = ""
-    """Name of the running scenario."""
     failures: list[str] = field(default_factory=list)
     """Messages about wrong answers, refused scenarios, and influence between requests."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -91,7 +90,6 @@ class StressTest:
         self.progress("stress test [tokens]", self.computed, max(self.expected, self.computed))
 
     def _reach(self, **maxima: int) -> None:
-        """Raise the maxima among `counts`."""
         self.counts |= Counter(maxima)  # the union keeps the larger values
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -132,7 +130,6 @@ class StressTest:
         return int(self.rng.integers(least, most + 1))
 
     def pick(self, items: Sequence[T]) -> T:
-        """Draw an item."""
         return items[self.randint(0, len(items) - 1)]
 
     def sequence(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> ForcedSequence:
@@ -141,7 +138,6 @@ class StressTest:
         return ForcedSequence(role, tokens, self.draw(steps))
 
     def prefill(self, *sequences: ForcedSequence) -> None:
-        """Prefill sequences together."""
         handles, logits = self.engine.prefill([sequence.prompt for sequence in sequences])
         self._advance(sum(len(sequence.prompt) for sequence in sequences))
         self.counts["requests"] += len(sequences)
@@ -168,7 +164,6 @@ class StressTest:
                 self.offsets.add((len(sequence.tokens) - 1) % PAGE_TOKENS)
 
     def decode(self, *sequences: ForcedSequence, steps: int = 1) -> None:
-        """Decode `steps` tokens of all sequences together."""
         for _ in range(steps):
             common, fresh = self.draw(1)[0], self.draw(len(sequences))
             drawn = np.where(self.rng.random(len(sequences)) < COMMON, common, fresh).tolist()
@@ -195,10 +190,7 @@ class StressTest:
         self._observe(observed)
 
     def wake(self) -> None:
-        """Advance the resting sequences in random order.
-
-        The first sequence gets a short turn if the engine supports turns. Otherwise it decodes a token, as the second does.
-        """
+        """Advance the resting sequences in random order: the first by a short turn if possible, the others by a token."""
         for place in self.rng.permutation(len(self.resting)):
             sequence = self.resting[place]
             if place == 0 and isinstance(self.engine, SupportsFork):
@@ -207,7 +199,6 @@ class StressTest:
                 self.decode(sequence)
 
     def fork(self, sequence: ForcedSequence, role: str, steps: int = 0) -> ForcedSequence:
-        """Fork a sequence."""
         assert isinstance(self.engine, SupportsFork)
         ahead = self.draw(steps)
         branch = sequence.branch(role, self.engine.fork(sequence.handle), ahead)
@@ -323,7 +314,6 @@ class StressTest:
         self.compare()
 
     def _force(self, sequence: ForcedSequence) -> None:
-        """Decode a sequence by itself."""
         if isinstance(self.engine, SupportsRequests) and sequence.ahead:
             self.serve([sequence])
         else:

@@ -59,9 +59,8 @@ class Scenario:
 def batch(test: StressTest) -> None:
     """Decode a ragged batch of the largest size: first free answers, then forced decode.
 
-    Two rows reach the claimed length. Rows end one after another, so that the batch has many sizes; the rows with the most
-    decode steps end last. The last two rows decode their own free answers. Their prompts have at least two pages, because
-    answers to short random prompts repeat one token.
+    Rows end one after another, so that the batch has many sizes. The last two rows decode their own free answers. Their prompts
+    have at least two pages, because answers to short random prompts repeat one token.
     """
     sequences = ragged(test)
     count = test.scaled(test.largest // 2) + 1

@@ -271,7 +271,6 @@ class Walk:
         return self.rows[-1]
 
     def leave(self) -> None:
-        """Release some rows. Often, prompts join at once."""
         self._release(self.test.randint(1, LEAVING_AT_ONCE))
         if self.rng.random() < 1 / 2:
             self.join()

@@ -66,12 +66,10 @@ StepStatistics = Statistics[Array]
 
 
 def collect_statistics(tokens: Sequence[TokenStatistics]) -> StepStatistics:
-    """Collect the statistics of tokens."""
     return StepStatistics(*np.array(tokens, np.float64).reshape(-1, len(Statistics._fields)).T.copy())
 
 
 def join_statistics(parts: Sequence[StepStatistics]) -> StepStatistics:
-    """Concatenate the statistics of all parts."""
     return StepStatistics(*np.concatenate(parts, axis=1))
 
 
@@ -81,14 +79,11 @@ class MassSplit(NamedTuple):
     logp: Array
     """Log-probabilities (K) of the tokens."""
     rest: float
-    """Mass of all other tokens."""
     log_sum: float
     """Log-sum-exp of the row."""
 
 
 class Distributions:
-    """Rows of logits with the intermediate results needed to compute probabilities."""
-
     def __init__(self, logits_BV: npt.NDArray[np.float32]) -> None:
         self.logits_BV = logits_BV
         peaks = logits_BV.max(axis=1, keepdims=True)
@@ -142,7 +137,6 @@ class LogProbs:
 
 
 def max_kept_tokens(vocab_size: int) -> int:
-    """Return the maximum number of kept tokens per distribution."""
     return min(vocab_size, max(vocab_size // 8, MIN_CAP))
 
 
@@ -161,7 +155,6 @@ class SampleLogProbs:
 
     @classmethod
     def concatenate(cls, logprobs: Sequence[LogProbs]) -> "SampleLogProbs":
-        """Join the log-probabilities of a sample's scored tokens."""
         return cls(
             offsets=np.cumsum([0, *(len(token.tokens) for token in logprobs)], dtype=np.int64),
             tokens=np.concatenate([token.tokens for token in logprobs]),
@@ -171,7 +164,6 @@ class SampleLogProbs:
         )
 
     def at(self, position: int) -> LogProbs:
-        """Return the log-probabilities of a scored token."""
         part = slice(self.offsets[position], self.offsets[position + 1])
         return LogProbs(
             tokens=self.tokens[part],
@@ -200,12 +192,10 @@ def truncate_row(distributions: Distributions, row: int, token: int) -> LogProbs
 
 
 def write_logprobs(path: Path, samples: Iterable[tuple[str, SampleLogProbs]]) -> None:
-    """Write pairs of a sample's id and its log-probabilities."""
     save_file({f"{name}/{array}": getattr(sample, array) for name, sample in samples for array in LOGPROB_ARRAYS}, str(path))
 
 
 def stored_logprobs(path: Path) -> LogProbsReader:
-    """Return a function that reads a sample's log-probabilities from a file that `write_logprobs` wrote."""
     file: Any = safe_open(str(path), framework="numpy")
     return lambda name: SampleLogProbs(**{array: file.get_tensor(f"{name}/{array}") for array in LOGPROB_ARRAYS})
 
@@ -254,10 +244,7 @@ def log_softmax(logits_BV: npt.NDArray[np.float32]) -> Array:
 
 
 def kl_of_logits(exact_BV: npt.NDArray[np.float32], other_BV: npt.NDArray[np.float32]) -> Array:
-    """Return the KL divergence of `other_BV` from `exact_BV` by row, (B), in nats.
-
-    It covers the whole vocabulary. It is infinite for a row with a logit that is not finite.
-    """
+    """Return the KL of `other_BV` from `exact_BV` over the whole vocabulary, (B) in nats; infinite if a logit is not finite."""
     rows = []
     for first in range(0, len(exact_BV), ROWS_AT_ONCE):
         logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (exact_BV, other_BV))
