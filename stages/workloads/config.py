@@ -163,7 +163,7 @@ class WorkloadsConfig(StrictModel):
     """The samples of an evaluation and its measurements."""
 
     samples: dict[Workload, Count]
-    """Number of samples per built-in workload; 0 or an absent key disables the workload."""
+    """Number of samples per built-in workload; 0 disables a workload. A key that is not given keeps the option's number."""
     jsonl: PathText | None
     """File of additional samples, one JSON object per line with the keys of docs/questions.md#my-questions; null for none."""
     lengths: list[Annotated[int, Field(ge=128, le=1 << 20)]] = Field(default=[])
