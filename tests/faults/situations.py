@@ -1,4 +1,4 @@
-"""Faults of long turns, many rows on a prefix, orders of rows, whole tiles, long queues, and stop tokens."""
+"""Faults of long turns, many rows on a prefix, orders of rows, whole tiles, page ends, long queues, stop tokens, and leaks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -142,6 +142,31 @@ def beyond_rows_of_middle_length(step: Step) -> Array:
     return chosen[:, None]
 
 
+def beside_sharers(least: int) -> Callable[[Step], Array]:
+    """Select rows with a first page of their own, beside at least `least` rows that share one."""
+
+    def chosen(step: Step) -> Array:
+        first, _ = groups(step)
+        sharers = np.bincount(first)[first]
+        found: Array = (sharers == 1) & (sharers.max() >= least)
+        return found[:, None]
+
+    return chosen
+
+
+def last_page_is_the_first(table: Array, step: Step) -> Array:
+    """Let every row read its first page in place of its last page."""
+    for row, handle in enumerate(step.handles):
+        table[row, len(step.pages(handle)) - 1] = table[row, 0]
+    return table
+
+
+def kept_memory(fork: Any, engine: Any, handle: int) -> Any:
+    """Allocate memory in every fork, and never free it."""
+    vars(engine).setdefault("kept", []).append(np.ones(1 << 17, np.uint8))
+    return fork(handle)
+
+
 def one_row_further(table: Array, step: Step) -> Array:
     """When one row joins in front of all others, let each of these but the last read the next row's page table."""
     before, step.memo["before"] = step.memo.get("before"), list(step.handles)
@@ -264,6 +289,12 @@ FAULTS = [
        given("page_table", known_in_reverse)),
     of("rows_of_middle_length", "of the rows of 430 to 980 tokens, the 16th and later get the logits of the row before",
        logits(lambda found, _: np.roll(found, 1, 0), beyond_rows_of_middle_length)),
+    of("row_beside_16_sharers", "a row beside 16 rows that share a prefix gets the logits of the row before",
+       logits(lambda found, _: np.roll(found, 1, 0), beside_sharers(16))),
+    of("last_page_at_897_tokens", "the step after 897 tokens reads the first page in place of the last",
+       given("page_table", last_page_is_the_first, lambda step: (step.lengths == 897)[:, None])),
+    of("forks_leak", "every fork allocates memory that is never freed",
+       method("pool.fork", kept_memory)),
     of("one_row_joins_in_front", "when one row joins in front of all others, these read one row further, for one step",
        given("page_table", one_row_further)),
     of("forks_computed_once", "in batches of eight or more, forks of one length with the same token are computed once",

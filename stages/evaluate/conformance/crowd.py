@@ -73,7 +73,7 @@ def crowd(test: StressTest) -> None:
 
 
 def wear(test: StressTest) -> None:
-    """Repeat short requests many times. Their logits must not change, and the process must not grow.
+    """Repeat short requests many times, and fork one each time. Their logits must not change, and the process must not grow.
 
     Two pairs of requests alternate, so that a page holds other tokens each time. One request per pair crosses a page border.
     """
@@ -88,6 +88,8 @@ def wear(test: StressTest) -> None:
     for number in range(count):
         again = [ForcedSequence(name, row.prompt, list(row.ahead), watched=number < 2) for row in pairs[number % 2]]
         test.prefill(*again)
+        if isinstance(test.engine, SupportsFork) and test.largest > len(again):
+            test.engine.release([test.engine.fork(again[0].handle)])
         test.decode(*again, steps=steps)
         test.release(*again)
         marks = [mark for sequence in again for mark in _sample_logits(sequence)]
@@ -107,8 +109,9 @@ def wear(test: StressTest) -> None:
         )
     grown = int(np.diff(resident).min(initial=1 << 62)) if len(resident) == 4 else 0  # the first quarter may allocate
     if grown >= LEAK_BYTES:
-        each = 4 * grown / (count * len(pairs[0])) / 1024
-        test.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count * len(pairs[0])} short requests")
+        test.failures.append(
+            f"wear: the process grows by {4 * grown / count / 1024:.1f} KiB with each of {count} repetitions of short requests"
+        )
 
 
 def full_pool(test: StressTest) -> None:

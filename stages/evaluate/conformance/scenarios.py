@@ -172,7 +172,8 @@ def shared(test: StressTest) -> None:
 
     The prefix ends 3 to 5 tokens before the end of a page, and many rows need a new page in the same step. The rows decode
     different tokens first and the same token second. Then the prefix grows past the page's end and is forked again, so that
-    the first two rows of a batch, or the first and the last, share more than the others.
+    the first two rows of a batch, or the first and the last, share more than the others. After that, a sequence that shares
+    nothing decodes beside the forks.
     """
     count, pages = test.largest - 1, min(test.randint(2, 5), (test.max_tokens - 4 * STEPS) // PAGE_TOKENS)
     if count < 3 or pages < 2:
@@ -202,7 +203,10 @@ def shared(test: StressTest) -> None:
     test.decode(origin, *rows[:-1], late)
     test.release(late)
     test.release(origin)
-    test.decode(*rows)
+    other, place = test.sequence("a sequence beside the forks", min(length, test.randint(65, 140))), test.randint(0, len(rows))
+    test.prefill(other)
+    test.decode(*rows[:place], other, *rows[place:])
+    test.release(other)
     kept = rows[2 * len(rows) // 3 :]
     test.release(*rows[: 2 * len(rows) // 3])
     fresh = [test.sequence("a new sequence beside them", min(n, length)) for n in (test.randint(65, 140), test.randint(33, 90))]

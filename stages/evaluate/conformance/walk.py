@@ -28,6 +28,8 @@ EQUAL_TURN = 20
 """Maximum tokens of the first turn of forks. Sibling forks get turns of equal length."""
 LATE_TURN = 2 * PAGE_TOKENS + 1
 """Minimum tokens of a long turn late in the walk."""
+PAGE_TURNS = 3 / 4
+"""Maximum length of the row that `page_turns` extends, as a share of the maximum length."""
 LAST_STEPS = 4
 """Decode steps for which every sequence keeps room until the end of the walk."""
 PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
@@ -232,6 +234,23 @@ class Walk:
             row = max(rows, key=lambda row: len(row.tokens))
             self._extend(row, self.test.randint(LATE_TURN, self._room(row)))
 
+    def page_turns(self) -> None:
+        """Extend the longest row that leaves room for some pages in turns that end with a page, or a token before.
+
+        After each turn, the row decodes past the page's end.
+        """
+        most = self.test.max_tokens
+        rows = [row for row in self.rows if len(row.tokens) <= PAGE_TURNS * most]
+        if not rows or not isinstance(self.test.engine, SupportsFork):
+            return
+        row = max(rows, key=lambda row: len(row.tokens))
+        first = (len(row.tokens) + 2) // PAGE_TOKENS + 1
+        drawn = self.test.randint(0, 1)
+        for page in range(first, (most - LAST_STEPS) // PAGE_TOKENS + 1):
+            before = (page + drawn) % 2
+            self._extend(row, page * PAGE_TOKENS - before - len(row.tokens))
+            self._decode([row], before + 2)
+
     def _extend(self, row: ForcedSequence, chunk: int | Sequence[int]) -> None:
         count = min(chunk if isinstance(chunk, int) else len(chunk), self.longest_turn, self._room(row))
         if isinstance(self.test.engine, SupportsFork) and count > 0:
@@ -295,6 +314,7 @@ class Walk:
         """End the conversation with a turn up to the maximum length; decode the longest rows with forks of three of them."""
         test = self.test
         test.decode(*self.rows)
+        self.page_turns()
         self._extend(self.talker, test.max_tokens)
         forks = isinstance(test.engine, SupportsFork)
         rows = sorted(self.rows, key=lambda row: -len(row.tokens))[: max(1, test.largest // 3) if forks else None]

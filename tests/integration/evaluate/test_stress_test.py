@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import StressTest
-from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
+from stages.evaluate.conformance.scenarios import SCENARIOS, Scenario, ragged
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.engine_tests import StressResult
@@ -236,7 +237,7 @@ def full_pool_wipes_a_page(engine: Any) -> None:
 
 IN_LATER_SCENARIOS = [
     (idle_loses_a_page, "equal", "rest: an idle"),
-    (leaks, "wear", "wear: the process grows by 25"),
+    (leaks, "wear", "wear: the process grows by 76"),
     (a_step_is_off, "wear", "wear: "),
     (full_pool_wipes_a_page, "full_pool", "full pool: request"),
     (three_stop_tokens, "answers", "generate: an answer that contains a stop token, to a prompt of"),
@@ -255,6 +256,25 @@ def test_a_fault_in_a_later_scenario_is_named(
     plant(engine)
     failures = run_stress_test(engine, reference, LATER, 4, 150, no_progress).failures
     assert any(failure.startswith(expected) for failure in failures), failures
+
+
+def test_a_turn_comes_first_after_the_longest_comparison(
+    int8: Path, reference: ReferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = load_engine(int8, threads=1), list[str]()
+
+    def noting(name: str, sound: Callable[..., Any], *given: Any) -> Any:
+        calls.append(name)
+        return sound(*given)
+
+    monkeypatch.setattr(stress_test, "SCENARIOS", [Scenario(lambda _: None)])
+    for name in ("extend", "_decode"):
+        monkeypatch.setattr(engine, name, partial(noting, name, getattr(engine, name)))
+    for seed in range(4):
+        calls.clear()
+        result = run_stress_test(engine, reference, SMALL.model_copy(update={"seed": seed, "requests": 1}), 4, 150, no_progress)
+        assert result.failures == []
+        assert calls[0] == "extend"
 
 
 def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: ReferenceEngine, limit: Limit) -> None:
