@@ -29,6 +29,7 @@ RECORDS = {
     "of a work directory": {
         "pipeline.registry.summary.FILE": "the last evaluation, for programs: candidates, checks, exit code (null: not ended)",
         "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
+        "pipeline.registry.summary.FOLDER": "folder with the summary and the page of every sweep",
         "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
         "stages.core.files.STORE_FILE": "the version of the store's layout, in `artifacts/`",
         "pipeline.chain.planning.CAPACITY": "the memory and the requests of every policy, by `stage=capacity`",

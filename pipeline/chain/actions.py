@@ -84,8 +84,10 @@ def promotable(config: Config) -> summary.Summary:
             nothing = "registered nothing" if last.candidates else "judged nothing"
             console.warning(f"the last command {nothing}; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
             last = judged
-    candidates_of(config, last)
-    if last.unfinished is not None and config.promote.name is None:
+    unfinished = last.unfinished is not None and config.promote.name is None
+    if last.candidates or not unfinished:  # a sweep without candidates may still run
+        candidates_of(config, last)
+    if unfinished:
         raise GateRefusal(
             f"stage=promote: {last.unfinished}; wait if it still runs; otherwise run it again, promote a candidate "
             "that passed with promote.name=NAME, or use another sweep with promote.sweep=ID"
@@ -108,7 +110,8 @@ def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
         hint = f"the last ones are of {models}: give their model.path" if models else "run stage=evaluate first"
         earlier = summary.last_judged(config.work, model)
         hint += f", or promote.sweep={earlier.sweep} for the last ones of {model}" if earlier is not None else ""
-        raise UserError(f"stage=promote: no candidates of model {model} in sweep {last.sweep}; {hint}")
+        place = f"sweep {last.sweep}" if last.sweep else f"{config.work}/summary.json"
+        raise UserError(f"stage=promote: no candidates of model {model} in {place}; {hint}")
     names = [candidate.name for candidate in candidates]
     if name is not None and name not in names:
         raise UserError(f"promote.name={name}: the sweep has no candidate of this name{suggest(name, names)}")

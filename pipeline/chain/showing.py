@@ -104,8 +104,8 @@ def show_page(
         )
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
-        write_atomically(config.work / FOLDER / f"{last.sweep}.html", page.read_text(encoding="utf-8"))
         console.result("report", f"\nreport: {page!s}", paste=True, file=page)
+        write_atomically(config.work / FOLDER / f"{last.sweep}.html", page.read_text(encoding="utf-8"))
         store = _store_of(config, candidates)
         if store is None:
             return

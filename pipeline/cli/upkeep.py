@@ -42,7 +42,7 @@ def show_status(config: Config) -> None:
         console.say("tracking.enabled=false: what serves is not shown")
     if inventory.location is not None and inventory.location.exists:
         print_registry(inventory.location)
-    elif inventory.location is not None and inventory.sweeps:
+    elif inventory.location is not None and any(sweep.registered for sweep in inventory.sweeps):
         console.say(f"{inventory.location}: there is no such file")
     for model in inventory.models:
         _show_model(model, inventory)

@@ -83,7 +83,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{wrong}{suggest(str(value), choices)}")
         else:
             got = short(value if isinstance(value, int) else repr(value), 200)
-            hint = _percent(problem.get("ctx", {}), value)
+            hint = "" if problem["type"] == "int_type" else _percent(problem.get("ctx", {}), value)
             if problem["type"] in ("list_type", "tuple_type"):
                 hint = "; write it in brackets, as in [VALUE,VALUE]"
             if problem["type"].endswith("_type") and _is_quoted(value):

@@ -26,7 +26,7 @@ class GateRefusal(Refusal):
 class CannotBeJudged(GateRefusal):
     """The baseline itself fails some workloads, so that a candidate's losses on these workloads would not show.
 
-    `weak` and `able` are the workloads that it fails and the others. `wrong` are lines that show some wrong answers.
+    `weak` and `able` are the workloads that it fails and the others. `wrong` are lines that show some answers.
     """
 
     def __init__(self, message: str, weak: Sequence[str], able: Sequence[str], wrong: Sequence[str] = ()) -> None:

@@ -240,7 +240,7 @@ class Walk:
         After each turn, the row decodes past the page's end.
         """
         most = self.test.max_tokens
-        rows = [row for row in self.rows if len(row.tokens) <= PAGE_TURNS * most]
+        rows = [row for row in self.rows[1:] or self.rows if len(row.tokens) <= PAGE_TURNS * most]
         if not rows or not isinstance(self.test.engine, SupportsFork):
             return
         row = max(rows, key=lambda row: len(row.tokens))
@@ -311,7 +311,7 @@ class Walk:
         self.test.release(*leaving)
 
     def finish(self) -> None:
-        """End the conversation with a turn up to the maximum length; decode the longest rows with forks of three of them."""
+        """Fill pages by turns, end the conversation at the maximum length, and decode the longest rows with forks of three."""
         test = self.test
         test.decode(*self.rows)
         self.page_turns()

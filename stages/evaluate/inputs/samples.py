@@ -189,7 +189,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key}: missing, add {'the right answer (not as a message)' if key == 'reference' else 'it'}"
         else:
             if kind in ("tuple_type", "list_type"):
-                text = 'must be a list, as in ["TEXT"]'
+                text = "must be a list of objects" if key in ("messages", "tools") else 'must be a list, as in ["TEXT"]'
             if kind in ("string_pattern_mismatch", "too_short"):
                 text = _PATTERNS.get(key, "must not be empty")
             fix = "" if key else ", correct the line"
