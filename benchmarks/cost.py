@@ -1,6 +1,6 @@
 """CPU seconds and peak memory of each part of a verdict on int8, against parameters, length and number of documents.
 
-    python -m benchmarks.cost --json benchmarks/results/cost.json       # adds missing cases; about an hour of a core
+    python -m benchmarks.cost --json benchmarks/results/cost.json       # adds missing cases; some hours of a core
     python -m benchmarks.cost --table benchmarks/results/cost.json      # prints the tables and the fitted exponents
 
 Every case is a whole command in a new process, with questions about long documents that quote docs/ (`workloads=documents`).
@@ -31,6 +31,7 @@ from benchmarks.recording import ROOT, checkout, log, results_record, write_json
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
 from stages.evaluate.decoding.system import resident_bytes
+from stages.workloads.config import LONG_DOCUMENTS
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Case:
 CASES = (
     *(Case(model, 1024, 2) for model in ("smollm2", "gemma3", "0.5B", "1B")),
     *(Case("smollm2", length, 2) for length in (2048, 4096, 8000)),
-    *(Case("smollm2", 1024, documents) for documents in (4, 8)),
+    *(Case("smollm2", 1024, documents) for documents in (4, 8, LONG_DOCUMENTS)),
+    Case("smollm2", 8000, LONG_DOCUMENTS),
     *(Case("0.5B", length, 1) for length in (4096, 16_384)),
 )
 SERIES: dict[str, Callable[[dict[str, Any]], bool]] = {
