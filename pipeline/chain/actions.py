@@ -84,14 +84,14 @@ def promotable(config: Config) -> summary.Summary:
             nothing = "registered nothing" if last.candidates else "judged nothing"
             console.warning(f"the last command {nothing}; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
             last = judged
-    unfinished = last.unfinished is not None and config.promote.name is None
-    if last.candidates or not unfinished:  # a sweep without candidates may still run
-        candidates_of(config, last)
-    if unfinished:
+    if last.unfinished is not None and config.promote.name is None:
+        if last.candidates:  # perhaps all of another model, for which waiting does not help
+            candidates_of(config, last)
         raise GateRefusal(
             f"stage=promote: {last.unfinished}; wait if it still runs; otherwise run it again, promote a candidate "
             "that passed with promote.name=NAME, or use another sweep with promote.sweep=ID"
         )
+    candidates_of(config, last)
     return last
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import accumulate
@@ -83,12 +83,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{wrong}{suggest(str(value), choices)}")
         else:
             got = short(value if isinstance(value, int) else repr(value), 200)
-            hint = "" if problem["type"] == "int_type" else _percent(problem.get("ctx", {}), value)
-            if problem["type"] in ("list_type", "tuple_type"):
-                hint = "; write it in brackets, as in [VALUE,VALUE]"
-            if problem["type"].endswith("_type") and _is_quoted(value):
-                hint = "; leave out the quotes"
-            lines.append(f"{key}: {_plain(problem)} (got {got}){hint}")
+            lines.append(f"{key}: {_plain(problem)} (got {got}){_hint(problem, value)}")
     return lines
 
 
@@ -107,9 +102,15 @@ def _plain(problem: ErrorDetails) -> str:
     return f"{text[0].lower()}{text[1:]}"
 
 
-def _percent(context: Mapping[str, Any], value: object) -> str:
+def _hint(problem: ErrorDetails, value: object) -> str:
+    """Return how to write a value of the wrong type, or a percentage; "" without a hint."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind.endswith("_type") and _is_quoted(value):
+        return "; leave out the quotes"
+    if kind in ("list_type", "tuple_type"):
+        return "; write it in brackets, as in [VALUE,VALUE]"
     is_share = 1 in (context.get("lt"), context.get("le"))
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)? ?%", value):
+    if kind == "float_type" and isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)? ?%", value):
         value, is_share = float(value.rstrip(" %")), True
     return f"; {value:g} % is {value / 100:g}" if is_share and isinstance(value, int | float) and 2 <= value <= 100 else ""
 

@@ -99,7 +99,9 @@ def refuse_words(arguments: Sequence[str]) -> None:
         raise UserError(redact_text(f"{spaced[0]}: spaces around =; write {spaced[1]}={spaced[2]}"))
     for word in filter(OPTION.fullmatch, words):
         groups = ["stage"] if word in STAGES else sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml"))
-        meant = ["dry=true"] if word == "dry" else [f"{group}={word}" for group in groups]
+        field = Config.model_fields.get(word)
+        is_switch = field is not None and field.annotation is bool
+        meant = [f"{word}=true"] if is_switch else [f"{group}={word}" for group in groups]
         if meant:
             raise UserError(f"{word}: did you mean {' or '.join(meant)}?")
 
@@ -202,8 +204,8 @@ def _check_option(path: Path, folder: Path) -> None:
                 raise Unreadable("uses a YAML alias (*name); write the value out")
             if isinstance(event, yaml.ScalarEvent) and event.value == "???":
                 raise Unreadable("??? is no value; write one, or leave the key out")
-            keyless = yaml.StreamEndEvent if number == 1 else yaml.SequenceStartEvent | yaml.ScalarEvent
-            if depth == 0 and isinstance(event, keyless):
+            is_empty = number == 1 and isinstance(event, yaml.StreamEndEvent)
+            if is_empty or (depth == 0 and isinstance(event, yaml.SequenceStartEvent | yaml.ScalarEvent)):
                 raise Unreadable("has no keys; write KEY: VALUE")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:

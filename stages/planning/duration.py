@@ -1,6 +1,7 @@
 """Estimates the tokens that a verdict computes on the CPU, and the seconds that they take.
 
-The rates were measured on one thread of an Intel Xeon with AVX-512, with SmolLM2-135M in float32.
+The rates were measured on one thread of an Intel Xeon with AVX-512, with SmolLM2-135M in float32. REFERENCE_PRODUCTS and
+STARTING_S fit the times of two whole verdicts on int8 there (docs/start.md#time-and-memory, and experiment=smollm2).
 """
 
 import os

@@ -54,7 +54,7 @@ def drop_capabilities() -> None:
 
 
 def failing_runner() -> ModuleType:
-    """Return a replacement of `pipeline.chain.runner` that fails, because bad input must be refused before it is called."""
+    """Return a replacement of `pipeline.chain.runner` that fails, because kvgate must refuse bad input before the call."""
 
     def fail(*_: object, **__: object) -> NoReturn:
         print("the runner was called")

@@ -105,7 +105,7 @@ def with_weights(
     change: Callable[[dict[str, tuple[int, ...]]], object] = lambda _: None, dtypes: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Prepare:  # fmt: skip
-    """Create `model` with changed tensors. `dtypes` and `options` are those of `safetensors`."""
+    """Create `model` with changed tensors. `dtypes` and `options` are passed to `safetensors`."""
 
     def prepare(directory: Path) -> None:
         tensors = shapes()

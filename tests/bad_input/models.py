@@ -109,7 +109,7 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("weights are a pipe", with_replaced(FILE, os.mkfifo), (FILE,)),
     ("an unknown format in ModelOpt's file", with_file("hf_quant_config.json", '{"quantization": {"quant_algo": "NVFP4"}}'),
      ("hf_quant_config.json: quantization.quant_algo='NVFP4'",)),
-    ("an adapter beside the weights", with_file("adapter_config.json", "{}"), ("adapter_config.json", "merge")),
+    ("an adapter next to the weights", with_file("adapter_config.json", "{}"), ("adapter_config.json", "merge")),
     ("no weights", with_replaced(FILE, lambda _: None), (FILE, "missing")),
     ("only pickled weights", with_replaced(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
      ("pickled weights",)),

@@ -39,7 +39,7 @@ NOISE = 4.0
 MIN_REPETITIONS = 4
 """Minimum number of rounds of the wear test. Each round sends a pair of requests; two pairs alternate."""
 LEAK_BYTES = 512 << 10
-"""Minimum growth in bytes that counts as a leak. The process must grow by it in each of the last three quarters of the run."""
+"""Minimum growth in bytes that counts as a leak. The last three quarters of the run must each show it."""
 
 MIN_POOL_REQUESTS, POOL_REQUESTS, POOL_STEPS = 5, 8, (8, 18)
 """Requests in the full pool: the minimum, and the number in a test of full size. (minimum, maximum) tokens that each decodes,

@@ -241,7 +241,7 @@ class Walk:
         """
         most = self.test.max_tokens
         rows = [row for row in self.rows[1:] or self.rows if len(row.tokens) <= PAGE_TURNS * most]
-        if not rows or not isinstance(self.test.engine, SupportsFork):
+        if not rows:
             return
         row = max(rows, key=lambda row: len(row.tokens))
         first = (len(row.tokens) + 2) // PAGE_TOKENS + 1
@@ -314,9 +314,10 @@ class Walk:
         """Fill pages by turns, end the conversation at the maximum length, and decode the longest rows with forks of three."""
         test = self.test
         test.decode(*self.rows)
-        self.page_turns()
-        self._extend(self.talker, test.max_tokens)
         forks = isinstance(test.engine, SupportsFork)
+        if forks:
+            self.page_turns()
+        self._extend(self.talker, test.max_tokens)
         rows = sorted(self.rows, key=lambda row: -len(row.tokens))[: max(1, test.largest // 3) if forks else None]
         test.release(*(row for row in self.rows if row not in rows))
         for row in rows:

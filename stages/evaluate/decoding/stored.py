@@ -107,15 +107,13 @@ def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: floa
     for name, answers in sorted(workloads.items()):
         mean = fmean(chance for *_, chance in answers)
         if not mean >= minimum:
-            right, wrong = (
-                [(sample, answer.text) for sample, answer, _ in answers if answer.correct == is_right]
-                for is_right in (True, False)
-            )
+            right = sum(answer.correct for _, answer, _ in answers)
             weak[name] = (
-                f"{len(right)} of {len(answers)} questions of {name} (mean probability of the references {100 * mean:.2g} %)"
+                f"{right} of {len(answers)} questions of {name} (mean probability of the references {100 * mean:.2g} %)"
             )
             # If most answers are right, the model words them differently from the references.
-            shown += right if len(right) > len(wrong) else wrong
+            mostly_right = 2 * right > len(answers)
+            shown += [(sample, answer.text) for sample, answer, _ in answers if answer.correct == mostly_right]
     if weak:
         these = "this workload" if len(weak) == 1 else "these workloads"
         message = (

@@ -216,7 +216,7 @@ def _kl(baseline: LogProbs, candidate: MassSplit) -> float:
 def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, token: int, greedy: int) -> TokenStatistics:
     """Compare a row of the candidate with the baseline's. `greedy`: the candidate's most likely token."""
     if not candidate.finite[row]:
-        return TokenStatistics(np.nan, -baseline.reference, np.nan, np.nan, np.nan)
+        return TokenStatistics(kl=np.nan, baseline_nll=-baseline.reference, candidate_nll=np.nan, top1=np.nan, top10=np.nan)
     split = candidate.split(row, baseline.tokens)
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
