@@ -93,10 +93,7 @@ class DecodeCase:
         return {"batch": self.batch, "tokens": self.tokens, "group": self.group, "ragged": self.ragged}
 
 
-RAGGED = {
-    "one long": (131072, *(1024,) * 31),
-    "mixed": tuple(512 << i % 8 for i in range(32)),
-}
+RAGGED = {"one long": (131072, *(1024,) * 31), "mixed": tuple(512 << i % 8 for i in range(32))}
 """Lengths of ragged batches: 128k tokens and 31 times 1k; and four times each of 512, 1k, ... 64k."""
 
 

@@ -30,10 +30,7 @@ from typing import Literal
 from benchmarks.recording import ROOT, results_record
 
 Status = Literal["PASS", "FAIL", "MISSING"]
-LIBRARIES = (
-    *("torch", "triton", "numpy", "transformers", "onnxruntime"),
-    *("tensorrt", "tensorrt-llm", "flashinfer-python"),
-)
+LIBRARIES = (*("torch", "triton", "numpy", "transformers", "onnxruntime"), *("tensorrt", "tensorrt-llm", "flashinfer-python"))
 STEP_SECONDS = 600
 """Time limit of a step: a borrowed machine ends a command after ten minutes."""
 LAST_LINES = 30

@@ -223,13 +223,7 @@ def groups() -> list[str]:
     """Return the options of every group, described by the first comment of their files."""
     files = [path for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "kv"]
     some = [(f"`{path.parent.name}={path.stem}`", linked(first_comment(path))) for path in files]
-    return [
-        "## Groups and options",
-        "",
-        "`kv=` has a [table of its own](#policies).",
-        "",
-        *table(("option", "meaning"), some),
-    ]
+    return ["## Groups and options", "", "`kv=` has a [table of its own](#policies).", "", *table(("option", "meaning"), some)]
 
 
 def policies() -> list[str]:

@@ -151,12 +151,7 @@ def after_promotion(config: Config, engine: Path) -> NextStep:
 
 
 def after_judging(
-    config: Config,
-    candidates: Sequence[Candidate],
-    base: Sequence[str],
-    *,
-    swept: Sequence[str] = (),
-    unfinished: bool = False,
+    config: Config, candidates: Sequence[Candidate], base: Sequence[str], *, swept: Sequence[str] = (), unfinished: bool = False
 ) -> NextStep:
     """Return the next step after the verdicts of an evaluation, or of a sweep whose jobs differ in the keys `swept`."""
     sweep, undecided = bool(swept), [candidate for candidate in candidates if candidate.verdict == "INCONCLUSIVE"]

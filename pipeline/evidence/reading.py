@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.signing import SIGNATURE_FILE
 from pipeline.evidence.findings import Finding
-from pipeline.evidence.identity import (
-    IDENTITY_FILE,
-    Identity,
-    Lineage,
-    Link,
-    Role,
-    answers_input,
-    read_identity,
-    round_input,
-)
+from pipeline.evidence.identity import IDENTITY_FILE, Identity, Lineage, Link, Role, answers_input, read_identity, round_input
 from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError

@@ -67,8 +67,7 @@ def refuse_unread_keys(path: Path, config: dict[str, Any], loaded: Any, tensors:
         present, value = [name for name in same_meaning if name in config], config[key]
         if same_meaning and not present:
             raise refusal(
-                path,
-                f"config.json: {short(key)} is not read in a model of type {kind}; write it as {min(same_meaning)}",
+                path, f"config.json: {short(key)} is not read in a model of type {kind}; write it as {min(same_meaning)}"
             )
         if _has_no_effect(_words(key), value, [config[name] for name in present], tensors):
             continue

@@ -100,13 +100,7 @@ class SequenceCost:
     """Bytes of sequences under one policy, on one GPU."""
 
     def __init__(
-        self,
-        policy: KVPolicy,
-        shape: KVShape,
-        windows: Sequence[int | None],
-        *,
-        shares_pages: bool,
-        shared_prefix: int = 0,
+        self, policy: KVPolicy, shape: KVShape, windows: Sequence[int | None], *, shares_pages: bool, shared_prefix: int = 0
     ) -> None:
         """Group the layers that keep the same pages. `shape` has the KV heads of one GPU.
 

@@ -20,16 +20,7 @@ FP8_E4M3 = Spec(
     sglang="fp8_e4m3",
 )
 """4 exponent bits, 3 mantissa bits, no infinities."""
-FP8_E5M2 = Spec(
-    "fp8_e5m2",
-    "float",
-    8,
-    E5M2,
-    57344.0,
-    native=(3, None),
-    vllm={"per_tensor": "fp8_e5m2"},
-    sglang="fp8_e5m2",
-)
+FP8_E5M2 = Spec("fp8_e5m2", "float", 8, E5M2, 57344.0, native=(3, None), vllm={"per_tensor": "fp8_e5m2"}, sglang="fp8_e5m2")
 """5 exponent bits, 2 mantissa bits. ModelOpt refuses it."""
 INT8 = Spec("int8", "integer", 8, PACKED, 127.0, native=(4, 5), modelopt_bits=8, modelopt_name="INT8")
 """-127 to 127, or 0 to 255 with a zero point."""

@@ -38,11 +38,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a dtype of auto", {"torch_dtype": "auto"}, ("torch_dtype must be one of float32", "'auto'")),
-    (
-        "another length under another name",
-        {"n_positions": 1024},
-        ("n_positions=1024 is below max_position_embeddings=2048",),
-    ),
+    ("another length under another name", {"n_positions": 1024}, ("n_positions=1024 is below max_position_embeddings=2048",)),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "images")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
     ("unknown architecture", {"architectures": ["EvilForCausalLM"]}, ("EvilForCausalLM", "LlamaForCausalLM")),

@@ -27,11 +27,7 @@ def policy_of(key: Format, value: Format, **fields: Any) -> KVPolicy:
         (policy_of(FP16, FP16, sink_tokens=4), 64, r"^kv=mine: .*4 sink and 0 recent exact tokens"),
         (policy_of(form_of("q8_0", "hadamard_64"), FP16), 128, r"^kv\.key\.rotation=hadamard_64: .*blocks of 128 and"),
         (policy_of(form_of("q8_0", "hadamard"), FP16), 32, r"^kv\.key\.rotation=hadamard: .*head_dim that is a multiple of 64"),
-        (
-            policy_of(form_of("q8_0", "hadamard"), form_of("q8_0")),
-            64,
-            r"set kv\.key\.rotation=none kv\.value",
-        ),
+        (policy_of(form_of("q8_0", "hadamard"), form_of("q8_0")), 64, r"set kv\.key\.rotation=none kv\.value"),
     ],
 )
 def test_a_policy_that_llama_cpp_cannot_store_is_refused(policy: KVPolicy, head_dim: int, message: str) -> None:

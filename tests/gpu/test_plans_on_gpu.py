@@ -95,9 +95,7 @@ def test_the_pool_of_fp8_keys_is_bound_as_fp8_in_linear_layout(library: Library,
     assert "linear" in plan_of_decode.get_tensor_format_desc("key_pool.0").lower()
 
 
-def test_plans_store_tokens_of_prompts_and_of_all_kinds_of_steps(
-    engine: Callable[..., PlanEngine],
-) -> None:
+def test_plans_store_tokens_of_prompts_and_of_all_kinds_of_steps(engine: Callable[..., PlanEngine]) -> None:
     plan_engine = engine()
     (sequence,), _ = plan_engine.prefill([tokens(plan_engine, 70)])
     for token in range(3):

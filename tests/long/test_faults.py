@@ -14,17 +14,10 @@ FEW = (
 )
 """Workloads that are too small for a PASS, but large enough to detect faults that affect every request."""
 
-EXPECTED_GATES = {
-    "key_scale_head_x1_25": "conformance",
-    "generate_other_callers": "free_answers",
-}
+EXPECTED_GATES = {"key_scale_head_x1_25": "conformance", "generate_other_callers": "free_answers"}
 """Fault -> gate that must detect it; judged in addition to ALONE."""
 
-ALONE = {
-    "must_fail_control": "control_without_effect",
-    "stress_test": "rows_above_16",
-    "allocation": "pool_twice_as_large",
-}
+ALONE = {"must_fail_control": "control_without_effect", "stress_test": "rows_above_16", "allocation": "pool_twice_as_large"}
 """Gate -> a fault that passes if this gate is disabled."""
 
 

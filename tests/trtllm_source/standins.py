@@ -19,11 +19,7 @@ SM = (9, 0)
 """Compute capability of the GPU that torch.cuda pretends to show."""
 PACKAGES = ("llmapi", "_torch", "_tensorrt_engine", "runtime", "serve", "executor", "inputs")
 OF_TORCH = ("pyexecutor", "models", "modules", "distributed", "attention_backend", "speculative")
-BARE = (
-    "tensorrt_llm",
-    *(f"tensorrt_llm.{name}" for name in PACKAGES),
-    *(f"tensorrt_llm._torch.{name}" for name in OF_TORCH),
-)
+BARE = ("tensorrt_llm", *(f"tensorrt_llm.{name}" for name in PACKAGES), *(f"tensorrt_llm._torch.{name}" for name in OF_TORCH))
 ARGUMENTS = ("KvCacheConfig", "TorchLlmArgs", "SchedulerConfig", "DynamicBatchConfig", "CapacitySchedulerPolicy")
 ELSEWHERE = {
     "SamplingParams": "tensorrt_llm.sampling_params",

@@ -4,15 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (  # type: ignore[import-untyped]
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors  # type: ignore[import-untyped]
 from tokenizers.models import BPE  # type: ignore[import-untyped]
 
 from stages.checkpoints.gguf.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Splitter, Vocabulary

@@ -75,9 +75,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
         fields = {
             "backend": self.config.name,
             "built_for": BuiltFor(
-                library=self.program.library,
-                version=interpreter.release,
-                compute_capabilities=interpreter.compute_capabilities,
+                library=self.program.library, version=interpreter.release, compute_capabilities=interpreter.compute_capabilities
             ),
             "layers": info.shape.layers,
             "kv_heads": info.shape.kv_heads,

@@ -92,15 +92,7 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
     return {
         "scaling": scaling,
         "softcap": info.softcap or 0.0,
-        "sizes": [
-            info.head_dim,
-            spec.group,
-            info.kv_heads,
-            policy.sink_tokens,
-            policy.recent_tokens,
-            spec.window or 0,
-            *gap,
-        ],
+        "sizes": [info.head_dim, spec.group, info.kv_heads, policy.sink_tokens, policy.recent_tokens, spec.window or 0, *gap],
         "tables": [index.get(name, ABSENT) for name in TABLES],
         **{str(side): numbers for side, numbers in sides.items()},
         **{name: [*exact, index.get(name, ABSENT)] for name in ("key_exact", "value_exact")},

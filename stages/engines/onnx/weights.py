@@ -13,10 +13,7 @@ from stages.engines.onnx.bundle import WEIGHTS_FILE
 ALIGNMENT = 4096
 """Alignment of the tensors in the file, in bytes. ONNX requires it for memory mapping."""
 
-SIXTEEN_BITS = (
-    (onnx.TensorProto.FLOAT16, np.dtype(np.float16)),
-    (onnx.TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16)),
-)
+SIXTEEN_BITS = ((onnx.TensorProto.FLOAT16, np.dtype(np.float16)), (onnx.TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16)))
 
 Bytes = npt.NDArray[np.uint8]
 

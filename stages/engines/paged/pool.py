@@ -273,10 +273,7 @@ class PagedPool(SequencePages):
         """Return (position of the first token, bytes (H, n, W) of n tokens) by array; evicted tokens are filled with zeros."""
         row = self.sequences[handle]
         lost = self.policy.evicted_pages(row.length, self.shape)
-        places = {
-            self.pages: (0, row.pages),
-            self.window_pages: (row.first_window_page * PAGE_TOKENS, row.window_pages),
-        }
+        places = {self.pages: (0, row.pages), self.window_pages: (row.first_window_page * PAGE_TOKENS, row.window_pages)}
         stored = {}
         for name, array in self.arrays.items():
             if self._allocators[name] is not self.buffers:

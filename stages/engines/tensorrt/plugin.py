@@ -18,15 +18,7 @@ import onnx
 from onnx import helper
 
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import (
-    CONTEXT_REDUCE,
-    NAMESPACE,
-    PLAN,
-    REDUCE,
-    Node,
-    attributes_of,
-    node_of,
-)
+from plugins.kv_attention.tensorrt_nodes import CONTEXT_REDUCE, NAMESPACE, PLAN, REDUCE, Node, attributes_of, node_of
 from plugins.kv_attention.variants import MAX_BLOCK_ROWS, Setting, context_blocks, context_variant, decode_variant
 from stages.engines.base import Mode
 from stages.engines.bundle import sm_number

@@ -212,11 +212,7 @@ class StressTest:
         return branch
 
     def ask(
-        self,
-        sequences: Sequence[ForcedSequence],
-        limits: Sequence[int],
-        stops: Sequence[int] = (),
-        at_once: int | None = None,
+        self, sequences: Sequence[ForcedSequence], limits: Sequence[int], stops: Sequence[int] = (), at_once: int | None = None
     ) -> list[list[int]]:
         """Generate and return free answers. Their tokens are checked at the end of the scenario."""
         at_once = at_once or self.largest

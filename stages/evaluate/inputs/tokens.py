@@ -148,10 +148,7 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
     """
     extra = config.extra_new_tokens
     conversations = {tuple(role for role, _ in sample.messages): sample for sample in samples if sample.messages}
-    doubtful = [
-        *conversations.values(),
-        *(sample for sample in samples if _most_tokens_of(sample) + extra > most_tokens),
-    ]
+    doubtful = [*conversations.values(), *(sample for sample in samples if _most_tokens_of(sample) + extra > most_tokens)]
     if not doubtful:
         return
     for sample in doubtful:

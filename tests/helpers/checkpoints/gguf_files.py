@@ -26,14 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['con
 SENTENCE_PIECES = ["▁t", "he", "▁the", "in", "er", "▁a", "th", "ther", "▁there"]
 """Tokens in merge order."""
 CHARACTERS = list("▁abcdefghijklmnopqrstuvwxyz.,")
-SENTENCEPIECE_TOKENS = [
-    "<unk>",
-    "<s>",
-    "</s>",
-    *(f"<0x{byte:02X}>" for byte in range(256)),
-    *SENTENCE_PIECES,
-    *CHARACTERS,
-]
+SENTENCEPIECE_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SENTENCE_PIECES, *CHARACTERS]
 SENTENCEPIECE_TYPES = [2, 3, 3] + [6] * 256 + [1] * (len(SENTENCE_PIECES) + len(CHARACTERS))
 SENTENCEPIECE_SCORES = [0.0] * 259 + [-float(i) for i in range(len(SENTENCE_PIECES) + len(CHARACTERS))]
 

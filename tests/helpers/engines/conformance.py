@@ -27,10 +27,7 @@ from stages.workloads.config import WorkloadsConfig
 POLICIES = {policy.name: SHIPPED[policy.name] for policy in SERVED}
 POLICIES |= {
     f"{name}_evicting": POLICIES[name].model_copy(update={"name": f"{name}_evicting", "eviction": eviction})
-    for name, eviction in (
-        ("int8", Eviction(window_tokens=64)),
-        ("int4_sinks", Eviction(window_tokens=128, sink_tokens=64)),
-    )
+    for name, eviction in (("int8", Eviction(window_tokens=64)), ("int4_sinks", Eviction(window_tokens=128, sink_tokens=64)))
 }
 """The shipped policies that fit heads of 64 channels and ONNX's operators, and two policies that evict within a sample."""
 BATCH = 3

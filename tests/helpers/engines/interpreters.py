@@ -9,11 +9,7 @@ PACKAGES = Path(__file__).resolve().parents[2] / "contract" / "fake"
 
 
 def make_interpreter(
-    folder: Path,
-    release: str = "1.2.1",
-    mode: str = "sound",
-    gpus: tuple[str, ...] = ("9.0",),
-    says: str | None = None,
+    folder: Path, release: str = "1.2.1", mode: str = "sound", gpus: tuple[str, ...] = ("9.0",), says: str | None = None
 ) -> str:
     """Create an interpreter with fake libraries and return its path. `mode` selects a fault, `says` replaces all output."""
     folder.mkdir(parents=True)

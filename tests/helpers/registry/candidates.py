@@ -27,12 +27,7 @@ CLASSES = ("retrieval", "copy")
 
 
 def judged_candidate(
-    folder: Path,
-    policy: str,
-    verdict: Status = "PASS",
-    *,
-    metrics: Mapping[str, float],
-    report: str | None = None,
+    folder: Path, policy: str, verdict: Status = "PASS", *, metrics: Mapping[str, float], report: str | None = None
 ) -> Candidate:
     """Create an unregistered candidate. `report` replaces the default report on its engine and baseline."""
     engine, baseline, evidence = folder / "engines" / policy, folder / "engines" / "fp16", folder / "reports" / policy

@@ -98,10 +98,7 @@ def judged_engine(
     cited = {"engine_digest": engine.digest, "baseline_digest": baseline.digest, "policy": kv}
     encoded = encode_rounds(load_samples(config.workloads), BundleTokenizer(engine.path), config.workloads)
     judged = report(rows, **cited, workloads_digest=workloads_digest(encoded), **(measured or {}))
-    evidence = {
-        REPORT_FILE: judged.model_dump_json(),
-        SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows),
-    }
+    evidence = {REPORT_FILE: judged.model_dump_json(), SAMPLES_FILE: "".join(row.model_dump_json() + "\n" for row in rows)}
     compared = {"engine": engine.digest, "answers": answers.digest, **digests}
     round_artifact = make("round", f"round {kv} 1/1", compared, {"statistics.safetensors": "rows"})
     inputs = {**compared, "baseline": baseline.digest, "round_1": round_artifact.digest}

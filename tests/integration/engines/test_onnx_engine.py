@@ -123,11 +123,7 @@ def test_a_graphs_digest_depends_on_the_policy_not_the_place(decoder: Path, tmp_
     shutil.copytree(decoder, tmp_path / "copy")
     digests = [
         file_digest(make_bundle(source, tmp_path / name, BY_NAME[policy]) / "decode.onnx")
-        for name, source, policy in (
-            ("a", decoder, "fp8"),
-            ("b", tmp_path / "copy", "fp8"),
-            ("c", decoder, "fp8_uncalibrated"),
-        )
+        for name, source, policy in (("a", decoder, "fp8"), ("b", tmp_path / "copy", "fp8"), ("c", decoder, "fp8_uncalibrated"))
     ]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]

@@ -115,9 +115,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PluginGraphs]:
     }
 
 
-def test_supported_layers_get_two_plugins_that_read_the_pools(
-    graphs: dict[str, PluginGraphs],
-) -> None:
+def test_supported_layers_get_two_plugins_that_read_the_pools(graphs: dict[str, PluginGraphs]) -> None:
     all_layers, mixed = graphs["fp8k_int4v"], graphs["aged"]
     assert (list(all_layers.layers.layouts), all_layers.layers.refusals) == ([0, 1], {})
     assert list(mixed.layers.layouts) == [0]

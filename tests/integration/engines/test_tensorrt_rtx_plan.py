@@ -6,12 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from helpers.engines.random_llama import (
-    BY_NAME,
-    SHIPPED,
-    make_bundle,
-    shared_decoder,
-)
+from helpers.engines.random_llama import BY_NAME, SHIPPED, make_bundle, shared_decoder
 from helpers.stride import STRIDE
 from helpers.tensorrt.fake import computed_with, make_plans
 from onnx import external_data_helper

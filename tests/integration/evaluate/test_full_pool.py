@@ -79,11 +79,7 @@ def resume_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "description"),
-    [
-        (free_too_early, r"held pages \d+, \d+, \d+"),
-        (resume_a_token_late, r"preempted [1-9]"),
-    ],
+    ("plant", "description"), [(free_too_early, r"held pages \d+, \d+, \d+"), (resume_a_token_late, r"preempted [1-9]")]
 )
 def test_a_fault_in_a_full_pool_fails_and_describes_the_requests(
     plant: Callable[[pytest.MonkeyPatch], None],

@@ -75,13 +75,7 @@ CHOSEN = NAMED | (LONG if STRIDE == 1 else {})
 @pytest.mark.every
 @pytest.mark.parametrize(("fault", "situation"), CHOSEN.items(), ids=CHOSEN)
 def test_the_scenario_names_the_fault(
-    fault: str,
-    situation: Situation,
-    int8: Path,
-    decoder: Path,
-    model: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: str, situation: Situation, int8: Path, decoder: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (name, policy, config), injected = situation, FAULTS[fault]
     if injected.loads is not nullcontext and find_compiler() is None:

@@ -19,7 +19,7 @@ from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 pytestmark = pytest.mark.filterwarnings(
     # The interpreter computes with numpy, which warns about the infinities and NaNs that these tests use on purpose.
-    "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning",
+    "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
 )
 
 EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]

@@ -59,11 +59,7 @@ def shifted(x: Tensor) -> Tensor:
 
 
 WRONG: dict[str, tuple[str, Callable[[Tensor], Any], str]] = {
-    "strides": (
-        "value_pool",
-        lambda x: x.mT.contiguous().mT,
-        "value_pool must be int8 .*, contiguous .*; got int8 .* strides",
-    ),
+    "strides": ("value_pool", lambda x: x.mT.contiguous().mT, "value_pool must be int8 .*, contiguous .*; got int8 .* strides"),
     "type": ("page_table", Tensor.long, r"page_table must be int32 on .*; got int64"),
     "new type": ("value_new", Tensor.half, r"value_new must be float32 on .*; got float16"),
     "address": ("value_pool", shifted, r"value_pool must be .* a pool at a multiple of 16 bytes; got .*, address 0x\w+"),

@@ -37,20 +37,8 @@ from stages.policies.arithmetic_onnx import onnx_type
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
-FIXED: dict[str, int | Triple] = {
-    "B": 16,
-    "N": 4096,
-    "P": 512,
-    "M": 16,
-    "X": (1, 512, 1024),
-}
-VARYING: dict[str, int | Triple] = {
-    "B": (1, 8, 64),
-    "N": (1, 512, 4096),
-    "P": (1, 16, 512),
-    "M": (1, 8, 64),
-    "X": (1, 64, 100),
-}
+FIXED: dict[str, int | Triple] = {"B": 16, "N": 4096, "P": 512, "M": 16, "X": (1, 512, 1024)}
+VARYING: dict[str, int | Triple] = {"B": (1, 8, 64), "N": (1, 512, 4096), "P": (1, 16, 512), "M": (1, 8, 64), "X": (1, 64, 100)}
 SCALING = float(np.float32(128**-0.5))
 
 

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers.checkpoints.modelopt import (
-    quantized_model,
-    random_checkpoint,
-    stage,
-    token_ids,
-)
+from helpers.checkpoints.modelopt import quantized_model, random_checkpoint, stage, token_ids
 from helpers.stride import STRIDE
 from safetensors import safe_open
 from safetensors.torch import load_file

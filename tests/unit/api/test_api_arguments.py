@@ -15,16 +15,7 @@ from helpers.registry.judged_engine import config_of, exported, judged_engine, m
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from pipeline.api import (
-    GateRefusal,
-    MissingRequirement,
-    UserError,
-    champion,
-    engines,
-    evaluate,
-    load,
-    make_policy,
-)
+from pipeline.api import GateRefusal, MissingRequirement, UserError, champion, engines, evaluate, load, make_policy
 from pipeline.api.engines import LoadedEngine
 from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
@@ -125,8 +116,7 @@ def test_a_champion_of_older_rules_must_be_judged_again(tmp_path: Path, monkeypa
     make_champion(monkeypatch, evidence)
     monkeypatch.setattr(reading, "bundle_of", lambda *_: None)  # the registry holds only the evidence
     with pytest.raises(
-        GateRefusal,
-        match=rf"the champion of tiny, version 1 \(int8\): .*: version {RULES - 1} .* PASS.*judge it again",
+        GateRefusal, match=rf"the champion of tiny, version 1 \(int8\): .*: version {RULES - 1} .* PASS.*judge it again"
     ):
         champion("tiny", workdir=tmp_path / "work")
 

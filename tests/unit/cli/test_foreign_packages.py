@@ -26,12 +26,7 @@ def test_the_script_is_the_command_line() -> None:
 
 @pytest.mark.parametrize(
     ("planted", "stands_there"),
-    [
-        ("pipeline/__init__.py", False),
-        ("plugins/__init__.py", False),
-        ("pipeline/__init__.py", True),
-        ("pipeline.py", False),
-    ],
+    [("pipeline/__init__.py", False), ("plugins/__init__.py", False), ("pipeline/__init__.py", True), ("pipeline.py", False)],
 )
 def test_a_package_that_shadows_ours_is_named_and_not_run(planted: str, stands_there: bool, tmp_path: Path) -> None:
     (tmp_path / planted).parent.mkdir(exist_ok=True)

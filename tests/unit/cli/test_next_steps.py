@@ -122,12 +122,7 @@ def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
         (["workloads.samples.copy=4"], {"all": 32}, Gate.MIN_SAMPLES, "workloads.samples.copy=32"),
         ([], {}, Gate.NOISE_FLOOR, "more questions would not decide: mean KL"),
         (["workloads.lengths=[1024,2048]"], {"long_1024": 210}, Gate.RECOVERY, "workloads.length_documents=30"),
-        (
-            ["gates.attempt=20"],
-            {"copy": 700},
-            Gate.RECOVERY,
-            "fp8: undecided: recovery; no further attempt",
-        ),
+        (["gates.attempt=20"], {"copy": 700}, Gate.RECOVERY, "fp8: undecided: recovery; no further attempt"),
         # A class that passed with all its samples passes at the next attempt's smaller level with this many.
         ([], {"copy": 700}, Gate.RECOVERY, f"samples.tool_call={math.ceil(160 * math.log(0.0025) / math.log(0.045))}"),
         (["workloads.samples.copy=60000"], {}, Gate.MEAN_KL, "judge int8, which keeps more"),  # twice are refused
@@ -194,10 +189,7 @@ def test_every_other_ending_names_a_command_that_composes(stage: str, command: C
 
 @pytest.mark.parametrize(
     ("kv", "says"),
-    [
-        ("int8", "stay with kv=fp16, or keep single layers in 16 bits with kv.overrides"),
-        ("bf16", "no finer policy is left"),
-    ],
+    [("int8", "stay with kv=fp16, or keep single layers in 16 bits with kv.overrides"), ("bf16", "no finer policy is left")],
 )
 def test_the_advice_after_the_last_policy_names_no_command(kv: str, says: str, tmp_path: Path) -> None:
     step = next_steps.after_judging(config_of(f"kv={kv}"), [candidate(tmp_path, kv, "FAIL")], [f"kv={kv}"])

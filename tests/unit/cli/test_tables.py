@@ -34,8 +34,7 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("bound", "remark"),
-    [(0.299, "too few documents to exclude that 30 % of requests are ruined"), (0.024, None), (None, None)],
+    ("bound", "remark"), [(0.299, "too few documents to exclude that 30 % of requests are ruined"), (0.024, None), (None, None)]
 )
 def test_a_pass_on_few_questions_says_what_it_leaves_open(
     bound: float | None, remark: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

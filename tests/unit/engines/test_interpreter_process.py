@@ -28,10 +28,7 @@ def test_a_long_error_of_a_library_is_cut_to_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("printed", "message"),
-    [
-        (("ValueError: no such cache", "a child has failed"), "ValueError: no such cache"),
-        (("loading", "bye"), "bye"),
-    ],
+    [(("ValueError: no such cache", "a child has failed"), "ValueError: no such cache"), (("loading", "bye"), "bye")],
 )
 def test_a_dead_worker_is_reported_with_its_last_exception(printed: tuple[str, ...], message: str, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"

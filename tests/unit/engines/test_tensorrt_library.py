@@ -11,11 +11,7 @@ from stages.core.errors import MissingRequirement, UserError
 from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.backend import cuda_gpu, refuse_caches
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.shapes import (
-    MAX_ELEMENTS,
-    PlanLimits,
-    check_extents,
-)
+from stages.engines.tensorrt.shapes import MAX_ELEMENTS, PlanLimits, check_extents
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Window
 

@@ -115,11 +115,7 @@ OWN = config_of("workloads=jsonl", "workloads.jsonl=mine.jsonl").workloads
     ("changes", "overrides", "expected"),
     [
         ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are needed: workloads.lengths=[960]"),
-        (
-            {"limits": Limits(tokens=900, batch=4)},
-            [],
-            "batch 4 and 8 requests at once are needed: workloads.batch_size=8",
-        ),
+        ({"limits": Limits(tokens=900, batch=4)}, [], "batch 4 and 8 requests at once are needed: workloads.batch_size=8"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with workloads.samples.copy=9 gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "samples_needed": {"long_2048": 106}}, [], "with workloads.length_documents=16 gates.at"),
         (

@@ -95,11 +95,7 @@ def test_there_are_no_import_cycles() -> None:
 def test_only_backends_are_imported_by_name() -> None:
     """Only these modules call `import_module`: to load backends, their configurations, and the modules of their bundles."""
     dynamic = {name for name in MODULES if "import_module(" in MODULES[name].read_text("utf-8") and ".worker." not in name}
-    assert dynamic == {
-        "stages.engines.backend",
-        "stages.engines.config",
-        "stages.engines.interpreter.backend",
-    }
+    assert dynamic == {"stages.engines.backend", "stages.engines.config", "stages.engines.interpreter.backend"}
 
 
 def arithmetic_library(module: str) -> str | None:

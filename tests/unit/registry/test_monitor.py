@@ -12,14 +12,7 @@ from helpers.registry.candidates import MemoryRegistry
 
 from pipeline.config.compose import plan
 from pipeline.config.config import MonitorConfig
-from pipeline.registry.monitors import (
-    MONITOR_ALPHA,
-    ClassSnapshot,
-    Reading,
-    quality_holds,
-    read_monitors,
-    read_snapshot,
-)
+from pipeline.registry.monitors import MONITOR_ALPHA, ClassSnapshot, Reading, quality_holds, read_monitors, read_snapshot
 from pipeline.registry.routing import monitor, step
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Cited

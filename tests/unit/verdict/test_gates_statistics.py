@@ -37,10 +37,7 @@ def test_a_mean_at_its_limit_is_decided_at_most_at_the_error_level(fails: bool, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    values=st.lists(st.floats(0, 0.4), min_size=2, max_size=60),
-    level=st.sampled_from([0.05, 0.01]),
-)
+@given(values=st.lists(st.floats(0, 0.4), min_size=2, max_size=60), level=st.sampled_from([0.05, 0.01]))
 def test_the_bound_is_the_nearest_rejected_limit(values: list[float], level: float) -> None:
     mean = Mean(np.array(values), LIMIT)
     result = mean.test(level, level)

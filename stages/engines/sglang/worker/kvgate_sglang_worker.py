@@ -81,10 +81,7 @@ class SglangModel:
                 times.append(time.perf_counter())
         if len(times) < tokens:
             raise RuntimeError(f"only {len(times)} of {tokens} steps decoded all {len(prompts)} prompts together")
-        return {
-            "first_token_ms": first,
-            "step_ms": [(late - early) * 1e3 for early, late in itertools.pairwise(times)],
-        }
+        return {"first_token_ms": first, "step_ms": [(late - early) * 1e3 for early, late in itertools.pairwise(times)]}
 
 
 def _greedy_params(tokens: int) -> dict[str, Any]:
