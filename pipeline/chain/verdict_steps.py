@@ -27,7 +27,7 @@ from stages.engines.backend import TORCH
 from stages.engines.interface import Engine
 from stages.engines.torch.backend import TorchBackend
 from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
-from stages.verdict.gates import decide, is_final
+from stages.verdict.gates import decide, fails_questions, is_final
 from stages.verdict.verdict import Verdict
 from stages.workloads.config import long_cost
 from stages.workloads.user_files import user_content, user_files
@@ -70,7 +70,7 @@ class VerdictSteps:
         artifacts["baseline_once"] = self.once(FP16_POLICY, answers)
         artifacts["engine"] = self.chain.bundle(policy)
         candidate = artifacts[round_input(1)] = self.round(policy, 1, answers)
-        artifacts["once"] = self.once(policy, candidate, answers)
+        artifacts["once"] = self.once(policy, candidate, answers, serves=not self._fails_questions(artifacts))
         for number in range(2, self._rounds + 1):
             # A dry run cannot decide on rounds that are still to be run, so it expects every further round.
             if all(artifact.exists for artifact in artifacts.values()) and self._is_decided(artifacts):
@@ -116,8 +116,14 @@ class VerdictSteps:
 
         return self.chain.make(recipe, build, policy, f" {number}/{self._rounds}", resumable=True)
 
-    def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
-        """Return the measurements taken once, not per round. `baseline`: its first round; None measures the baseline."""
+    def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None, *, serves: bool = True) -> Artifact:
+        """Return the measurements taken once, not per round.
+
+        Args:
+            measured: The engine's first round.
+            baseline: The baseline's first round; None measures the baseline.
+            serves: Whether the engine may still be served. If not, it needs no stress test and no full pool.
+        """
         stage = "baseline_once" if baseline is None else "once"
         config = self.config.workloads
         inputs = {**self.inputs(policy, baseline), "measured": measured}
@@ -137,9 +143,10 @@ class VerdictSteps:
                 reference=None if baseline is None or config.is_quick_check else pair.reference,
                 baseline=None if baseline is None else baseline.path,
                 planned=self._encoded,
+                serves=serves,
             ).write(out)
 
-        return self.chain.make(self.recipe(stage, "measured_once", inputs), build, policy)
+        return self.chain.make(self.recipe(stage, "measured_once", inputs, serves=serves), build, policy)
 
     def identity(self, evaluation: Artifact, verdict: Verdict) -> Artifact:
         """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
@@ -247,9 +254,19 @@ class VerdictSteps:
 
         numbers = [number for number in range(1, self._rounds + 1) if round_input(number) in artifacts]
         rounds = [(read_round(artifacts[answers_input(n)].path), read_round(artifacts[round_input(n)].path)) for n in numbers]
-        once = MeasuredOnce.read(artifacts["baseline_once"].path), MeasuredOnce.read(artifacts["once"].path)
+        once = [MeasuredOnce.read(artifacts[name].path) for name in ("baseline_once", "once") if name in artifacts]
         digests = {name: artifacts[name].digest for name in ("engine", "baseline")}
         return join(self._encoded, rounds, once, self.config.workloads, samples=workloads_digest(self._encoded), **digests)
+
+    def _fails_questions(self, artifacts: Mapping[str, Artifact]) -> bool:
+        """Return whether the first round decides on FAIL. False in a dry run if the round was not run yet."""
+        if not all(artifact.exists for artifact in artifacts.values()):
+            return False
+        joined = self._join(artifacts)
+        fails = fails_questions(joined.report, joined.rows, self.config.gates)
+        if fails:
+            console.say(console.note(f"kv={self.config.kv.name} fails these questions, so its engine gets no stress test"))
+        return fails
 
     def _is_decided(self, artifacts: Mapping[str, Artifact]) -> bool:
         with show_progress("deciding whether to ask more"):

@@ -15,8 +15,18 @@ from stages.evaluate.distances.distance import StepStatistics, TokenStatistics, 
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, Acceptance, Accuracy, EvaluationReport, Fidelity, SampleRow, Slice
-from stages.workloads.config import WorkloadsConfig
+from stages.verdict.report import (
+    REPORT_FILE,
+    SAMPLES_FILE,
+    Acceptance,
+    Accuracy,
+    EvaluationReport,
+    Fidelity,
+    MustFailControl,
+    SampleRow,
+    Slice,
+)
+from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
 
 
 @dataclass(frozen=True)
@@ -32,17 +42,20 @@ class JoinedEvaluation:
 def join(
     encoded: Sequence[EncodedSample],
     rounds: Sequence[tuple[Round, Round]],
-    once: tuple[MeasuredOnce, MeasuredOnce],
+    once: Sequence[MeasuredOnce],
     config: WorkloadsConfig,
     *,
     engine: str,
     baseline: str,
     samples: str,
 ) -> JoinedEvaluation:
-    """Build the report from the `rounds` that were run and the measurements made `once`, each (baseline, candidate).
+    """Build the report from the `rounds` that were run, each (baseline, candidate), and the measurements made once.
 
-    `encoded` includes the samples of rounds that did not run. `engine` and `baseline` are digests of the bundles, and `samples`
-    is the `workloads_digest` of `encoded`.
+    Args:
+        encoded: All samples, also those of rounds that did not run.
+        once: The measurements of the baseline, and of the candidate if they were made. The report is preliminary without them.
+        engine, baseline: Digests of the bundles.
+        samples: The `workloads_digest` of `encoded`.
     """
     rows, parts = list[SampleRow](), list[StepStatistics]()
     for number, (baseline_round, candidate_round) in enumerate(rounds, start=1):
@@ -50,7 +63,7 @@ def join(
             name = item.sample.id
             parts.append(candidate_round.statistics[name])
             rows.append(make_row(item, parts[-1], baseline_round.answers.get(name), candidate_round.answers.get(name)))
-    baseline_once, candidate_once = once
+    baseline_once, candidate_once = once[0], once[-1]
     first_base, first = rounds[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:
@@ -58,7 +71,6 @@ def join(
     planned: dict[str, bool] = {}
     for item in encoded:
         planned[item.sample.workload] = planned.get(item.sample.workload, False) or item.sample.judged
-    assert candidate_once.control is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
         policy=first.policy,
         takes_effect=first.takes_effect,
@@ -70,7 +82,7 @@ def join(
         planned_workloads=planned,
         slices=slices(rows, parts, config.context_bins),
         noise=baseline_once.noise,
-        control=candidate_once.control,
+        control=candidate_once.control or MustFailControl(factor=CONTROL_FACTOR, rows=[]),
         system=candidate_once.system,
         baseline_system=baseline_once.system,
         conformance=conformance,

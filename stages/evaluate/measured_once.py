@@ -45,6 +45,7 @@ def measure_once(
     reference: ReferenceEngine | None = None,
     baseline: Path | None = None,
     planned: Sequence[EncodedSample] = (),
+    serves: bool = True,
 ) -> MeasuredOnce:
     """Measure an engine on some samples of the first round and on random tokens.
 
@@ -57,6 +58,7 @@ def measure_once(
         baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
             stress test, must-fail control or full-pool test, because it is never served.
         planned: The samples of all rounds. The verdict covers the length of the longest.
+        serves: Whether the engine may still be served. If not, it gets no stress test and no full pool.
     """
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)
@@ -72,7 +74,8 @@ def measure_once(
     if baseline is not None and reference is not None:
         item = max([*planned, *encoded], key=lambda item: len(item.prompt))
         cache = cache_statistics(reference.engine, [*item.prompt, *item.reference])
-        stress = _stress_test(engine, reference, encoded, planned, longest, config, label, first_round.conformance)
+        if serves:
+            stress = _stress_test(engine, reference, encoded, planned, longest, config, label, first_round.conformance)
     system = measure_system(engine, config.load, label)
     noise = None
     if repeated:  # the distances of repeated samples from the engine's own first results
@@ -80,7 +83,7 @@ def measure_once(
     if baseline is None:
         return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
     count = engine.full_pool_requests if config.full_pool is None else config.full_pool
-    full_pool = fill_pool_with_samples(engine, encoded, count, label)
+    full_pool = fill_pool_with_samples(engine, encoded, count, label) if serves else None
     # The last test, because it corrupts the engine for good.
     control = must_fail_control(engine, encoded, stored_logprobs(baseline / LOGPROBS), label)
     return MeasuredOnce(

@@ -86,6 +86,7 @@ class EngineTests(Record):
 
     free_answers: FreeAnswers
     stress: StressResult | None = None
-    """None for the baseline, or if no request is compared with the reference engine (`workloads.conformance_samples`)."""
+    """None for the baseline, for a candidate that failed the questions, or if no request is compared with the reference engine
+    (`workloads.conformance_samples`)."""
     full_pool: FullPool | None = None
-    """Result in a full pool; None for the baseline, or if it was not requested."""
+    """Result in a full pool; None for the baseline, for a candidate that failed the questions, or if it was not requested."""

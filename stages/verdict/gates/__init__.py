@@ -70,6 +70,14 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
 
+def fails_questions(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thresholds) -> bool:
+    """Return whether the samples alone decide on FAIL, whatever the tests of the engine show. `rows` as in `decide`."""
+    evidence = GateInput(report, rows)
+    if any(evaluation.completeness(evidence)):
+        return True
+    return any(check.status == "FAIL" for check in _look(evidence, thresholds, max(row.round for row in rows)))
+
+
 def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     """Return whether to stop: a gate failed, all gates passed, more samples would not help, or no planned look is left."""
     undecided = any(check.gate.samples_decide for check in verdict.checks if check.status == "INCONCLUSIVE")

@@ -35,9 +35,13 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     """Yield the checks of the candidate's stress test, and of both engines' free answers.
 
     An engine fails if it deviates from the reference engine on random tokens, allocates other bytes than its policy claims,
-    or gives a free answer that contradicts forced decode. The baseline is not served, so it has no stress test.
+    or gives a free answer that contradicts forced decode. The baseline is not served, so it has no stress test. Neither has a
+    candidate that failed the questions: if other thresholds pass it later, it is INCONCLUSIVE.
     """
     stress = evidence.report.tests.stress
+    if stress is None and evidence.report.conformance is not None:
+        text = f"{Gate.STRESS_TEST}: it did not run, because the engine failed the questions"
+        yield Check.of(Gate.STRESS_TEST, "candidate", status="INCONCLUSIVE", text=text)
     if stress is not None:
         yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
         differences = [stress.allocation.difference] if stress.allocation.difference else []
