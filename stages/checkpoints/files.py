@@ -8,7 +8,7 @@ from typing import Any
 
 from stages.checkpoints.places import cached_repository
 from stages.core.errors import UserError, short
-from stages.core.strict import Unreadable, parse_json, read_file
+from stages.core.strict import LFS_POINTER, Unreadable, parse_json, read_file, refuse_pointer
 
 MAX_JSON_BYTES = 64 << 20
 """Maximum bytes of a JSON file of a checkpoint; the largest tokenizer.json files have about 35 MB."""
@@ -108,7 +108,7 @@ def _indexed_files(path: Path) -> tuple[str, ...]:
 
 
 def check_file(path: Path, name: str) -> None:
-    """Raise UserError unless `name` is a file, or a link to a file of the same checkpoint. Opening a pipe would block."""
+    """Raise UserError unless `name` is a readable file of the checkpoint, or a link to one, and no Git LFS pointer."""
     if not (path / name).is_file():
         raise refusal(path, f"{name} is not a file, or is a broken link; put the file there")
     root, target = path.resolve(), (path / name).resolve()
@@ -116,6 +116,13 @@ def check_file(path: Path, name: str) -> None:
     blobs = root if repository is None else repository / "blobs"
     if not (target.is_relative_to(root) or target.is_relative_to(blobs)):
         raise refusal(path, f"{name} is a link that leaves the directory; copy the files (cp -rL)")
+    try:
+        with target.open("rb") as stream:
+            refuse_pointer(stream.read(len(LFS_POINTER)))
+    except Unreadable as error:
+        raise refusal(path, f"{name} {error}") from None
+    except OSError as error:
+        raise refusal(path, f"{name} cannot be read ({error.strerror}); give a readable file") from None
 
 
 def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:

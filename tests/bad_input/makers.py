@@ -15,6 +15,9 @@ TINY = ROOT / "stages" / "tiny" / "checkpoint"
 
 Prepare = Callable[[Path], object]
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+"""Content of a Git LFS pointer."""
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -9,6 +9,7 @@ from typing import Any
 from bad_input.case import BadInput
 from bad_input.makers import (
     CONFIG,
+    LFS,
     Prepare,
     shapes,
     sparse_file,
@@ -151,13 +152,15 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
     ("merges with dropout", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
      (TOKENIZER, "dropout", "0.5")),
-    ("a Git LFS pointer", with_file(TOKENIZER, "version https://git-lfs.github.com/spec/v1"), (TOKENIZER, "git lfs pull")),
     ("a tokenizer class in the checkpoint", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
     ("generation_config with an end beyond the vocabulary",
      with_file("generation_config.json", json.dumps({"eos_token_id": [1, 1344]})),
      ("generation_config.json", "eos_token_id", "1,344 tokens")),
 )  # fmt: skip
+
+POINTED = ("config.json", TOKENIZER, "vocab.json", "merges.txt", "chat_template.jinja", FILE)
+POINTERS = tuple((f"a Git LFS pointer as {name}", with_file(name, LFS), (name, "git lfs pull")) for name in POINTED)
 
 CHECKED_AGAINST_MODEL = (
     "a vocabulary larger than the weights'", "a tensor missing", "a tensor too many", "a tensor transposed",
@@ -212,7 +215,7 @@ CASES = [
         case(name, prepare, *expected, loads_model=name in CHECKED_AGAINST_MODEL)
         for name, prepare, expected in (
             *((name, with_config(**changes), expected) for name, changes, expected in (*CONFIGS, *ROTARY_VALUES)),
-            *(*WEIGHTS, *SHARDS, *TOKENIZERS),
+            *(*WEIGHTS, *SHARDS, *TOKENIZERS, *POINTERS),
         )
     ),
     *(case(name, with_config(**changes), *expected, loads_model=True) for name, changes, expected in UNREAD_KEYS),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_input.case import BadInput
-from bad_input.makers import Prepare, checkpoint, sparse_file, text_file, with_config, with_file, with_path
+from bad_input.makers import LFS, Prepare, checkpoint, sparse_file, text_file, with_config, with_file, with_path
 
 
 def read_only(path: Path) -> None:
@@ -120,6 +120,8 @@ CASES = [
              ("routing.routes.chat-previous: must not end with -previous",)),
     BadInput("GGUF: version 1", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf", "version 1"),
              text_file("m.gguf", b"GGUF" + struct.pack("<IQQ", 1, 0, 0))),
+    BadInput("GGUF: a Git LFS pointer", ("stage=build", "model.path=m.gguf"), ("m.gguf", "git lfs pull"),
+             text_file("m.gguf", LFS)),
     *(BadInput(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
     BadInput("a length too short for a GGUF's tokens", ("model=smollm2", "workloads.lengths=[300]"),
              ("workloads.lengths=300", "give at least 832"), loads_model=True),

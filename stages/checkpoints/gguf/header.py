@@ -14,6 +14,7 @@ from typing import Any
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.redaction import printable
+from stages.core.strict import LFS_POINTER, Unreadable, refuse_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -77,10 +78,6 @@ class Header:
             return struct.unpack(f"<{math.prod(tensor.shape)}f", stream.read(tensor.nbytes))
 
 
-class _Unreadable(Exception):
-    """The header is truncated or invalid."""
-
-
 class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -90,7 +87,7 @@ class _Cursor:
     def _advance(self, size: int) -> int:
         start, self.at = self.at, self.at + size
         if self.at > len(self._data):
-            raise _Unreadable("it is truncated: the header continues beyond the end of the file")
+            raise Unreadable("it is truncated: the header continues beyond the end of the file")
         return start
 
     def values(self, form: str, count: int = 1) -> tuple[Any, ...]:
@@ -103,40 +100,42 @@ class _Cursor:
     def string(self, longest: int | None = None) -> str:
         (length,) = LENGTH.unpack_from(self._data, self._advance(LENGTH.size))
         if longest is not None and length > longest:
-            raise _Unreadable(f"a name has {length:,} bytes, over {longest}; download the file again")
+            raise Unreadable(f"a name has {length:,} bytes, over {longest}; download the file again")
         start = self._advance(length)
         try:
             return self._data[start : start + length].decode()
         except UnicodeDecodeError:
-            raise _Unreadable("a text in its header is not UTF-8") from None
+            raise Unreadable("a text in its header is not UTF-8") from None
 
     def value(self, kind: int) -> Any:
         if kind != ARRAY:
             return self._scalars(kind, 1)[0]
         kind, count = self.integer("I"), self.integer("Q")
         if kind == ARRAY:
-            raise _Unreadable("an array contains arrays, which no model's metadata does")
+            raise Unreadable("an array contains arrays, which no model's metadata does")
         return self._scalars(kind, count)
 
     def _scalars(self, kind: int, count: int) -> list[Any]:
         self._values_left -= count
         if self._values_left < 0:
-            raise _Unreadable(f"more than {MAX_VALUES:,} values of metadata")
+            raise Unreadable(f"more than {MAX_VALUES:,} values of metadata")
         if kind == STRING:
             return [self.string() for _ in range(count)]
         if kind not in SCALARS:
-            raise _Unreadable(f"metadata type {kind} does not exist")
+            raise Unreadable(f"metadata type {kind} does not exist")
         return list(self.values(SCALARS[kind], count))
 
 
 def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as stream:
-            if stream.read(len(MAGIC)) != MAGIC:
-                raise _Unreadable("not a GGUF file; give a GGUF, or the directory of a Hugging Face checkpoint")
+            start = stream.read(len(LFS_POINTER))
+            refuse_pointer(start)
+            if not start.startswith(MAGIC):
+                raise Unreadable("not a GGUF file; give a GGUF, or the directory of a Hugging Face checkpoint")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _read(path, _Cursor(data), len(data))
-    except _Unreadable as error:
+    except Unreadable as error:
         problem = str(error)
         raise _error(path, problem if ";" in problem else f"{problem}; download it again, or convert the model again") from None
     except OSError as error:
@@ -152,33 +151,33 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
     cursor.at = len(MAGIC)
     version = cursor.integer("I")
     if version & 0xFFFF == 0:
-        raise _Unreadable("a big-endian GGUF; convert the model again on a little-endian machine")
+        raise Unreadable("a big-endian GGUF; convert the model again on a little-endian machine")
     if version not in VERSIONS:
-        raise _Unreadable(f"GGUF version {version}; convert the model again, as version {VERSIONS[-1]}")
+        raise Unreadable(f"GGUF version {version}; convert the model again, as version {VERSIONS[-1]}")
     tensor_count, key_count = cursor.integer("Q"), cursor.integer("Q")
     if tensor_count > MAX_TENSORS:
-        raise _Unreadable(f"{tensor_count:,} tensors, over {MAX_TENSORS:,}; download the file again")
+        raise Unreadable(f"{tensor_count:,} tensors, over {MAX_TENSORS:,}; download the file again")
     metadata: dict[str, Any] = {}
     for _ in range(key_count):  # ends at the latest with the file or the limit of values
         key = cursor.string(MAX_NAME_BYTES)
         if key in metadata:
-            raise _Unreadable(f"{key} appears twice")
+            raise Unreadable(f"{key} appears twice")
         metadata[key] = cursor.value(cursor.integer("I"))
     _refuse_part(metadata)
     entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise _Unreadable(f"general.alignment={alignment}; it must be a power of two")
+        raise Unreadable(f"general.alignment={alignment}; it must be a power of two")
     start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, number, offset in entries:
         if name in tensors:
-            raise _Unreadable(f"tensor {name} appears twice")
+            raise Unreadable(f"tensor {name} appears twice")
         tensors[name] = _tensor(name, shape, number, start + offset, size)
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset != -(-end // alignment) * alignment:
-            raise _Unreadable(f"tensor {name} begins at byte {tensor.offset:,}, but the previous tensor ends at byte {end:,}")
+            raise Unreadable(f"tensor {name} begins at byte {tensor.offset:,}, but the previous tensor ends at byte {end:,}")
         end = tensor.offset + tensor.nbytes
     return Header(path, metadata, tensors)
 
@@ -186,31 +185,31 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
 def _refuse_part(metadata: dict[str, Any]) -> None:
     shards = metadata.get("split.count", 0)
     if shards not in (0, 1):
-        raise _Unreadable(f"one of {shards} shards; join them with llama-gguf-split --merge")
+        raise Unreadable(f"one of {shards} shards; join them with llama-gguf-split --merge")
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise _Unreadable(f"general.type={kind}; give the GGUF of a whole model")
+        raise Unreadable(f"general.type={kind}; give the GGUF of a whole model")
 
 
 def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string(MAX_NAME_BYTES)
     dims = cursor.integer("I")
     if not 1 <= dims <= MAX_DIMS:
-        raise _Unreadable(f"tensor {name} has {dims} dimensions; convert the model again, with 1 to {MAX_DIMS}")
+        raise Unreadable(f"tensor {name} has {dims} dimensions; convert the model again, with 1 to {MAX_DIMS}")
     shape = tuple(reversed(cursor.values("Q", dims)))
     return name, shape, cursor.integer("I"), cursor.integer("Q")
 
 
 def _tensor(name: str, shape: tuple[int, ...], number: int, offset: int, size: int) -> GGUFTensor:
     if number not in tensor_types():
-        raise _Unreadable(
+        raise Unreadable(
             f"tensor {name} has type {number}, which is not supported; convert the model to one of "
             "F32, F16, BF16, Q8_0, Q6_K, Q5_K, Q4_K, Q4_0"
         )
     kind, block, block_bytes = tensor_types()[number]
     if min(shape) < 1 or shape[-1] % block:
-        raise _Unreadable(f"tensor {name} of type {kind} has shape {shape}; rows must be whole blocks of {block}")
+        raise Unreadable(f"tensor {name} of type {kind} has shape {shape}; rows must be whole blocks of {block}")
     nbytes = math.prod(shape) // block * block_bytes
     if offset + nbytes > size:
-        raise _Unreadable(f"it is truncated: tensor {name} ends at byte {offset + nbytes:,} of {size:,}; download it again")
+        raise Unreadable(f"it is truncated: tensor {name} ends at byte {offset + nbytes:,} of {size:,}; download it again")
     return GGUFTensor(kind, shape, offset, nbytes)
