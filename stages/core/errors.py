@@ -1,8 +1,11 @@
 """Errors that a user or CI can act on, with their exit codes. Any other exception is a bug in kvgate (exit code 1)."""
 
 import errno
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 
 from stages.core.digest import FIRST_PARTY
 from stages.core.redaction import printable, redact_text
@@ -85,7 +88,7 @@ def exit_code(error: BaseException) -> int:
         return EXIT_CODES[UserError]
     if isinstance(error, MACHINE_ERRORS) or _raised_by((*STORES, *CLUSTERS), error):
         return EXIT_CODES[MissingRequirement]
-    return DEFECT
+    return EXIT_CODES[UserError] if refused_variables(error) else DEFECT
 
 
 def describe(error: BaseException) -> str:
@@ -107,11 +110,27 @@ def describe(error: BaseException) -> str:
     if _raised_by(STORES, error):
         return f"the tracking store failed ({text}); make it usable, or use tracking=none; {hint}"
     ended = f"the cluster ended this job ({detail}); raise hydra.launcher.timeout_min, and run it again to continue"
-    return ended if _raised_by(CLUSTERS, error) else f"a defect of kvgate ({text}); {hint}: please report it"
+    variables = " and ".join(refused_variables(error))
+    refused = f"{variables}: a library refuses this environment variable ({text}); correct or unset it"
+    defect = f"a defect of kvgate ({text}); {hint}: please report it"
+    return ended if _raised_by(CLUSTERS, error) else refused if variables else defect
 
 
 def _raised_by(libraries: tuple[str, ...], error: BaseException) -> bool:
     return any(kind.__module__.partition(".")[0] in libraries for kind in type(error).__mro__)
+
+
+def refused_variables(error: BaseException) -> list[str]:
+    """Return the environment variables that a library refused, often while it was imported.
+
+    The exception quotes their values, and the library's code around the exception, or the exception, has their names.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)][-3:]
+    if not frames or str(frames[-1].f_globals.get("__name__")).partition(".")[0] in FIRST_PARTY:
+        return []
+    texts = [text for frame in frames for text in (*frame.f_code.co_consts, *frame.f_globals.values()) if isinstance(text, str)]
+    names = {*texts, *re.findall(r"\w+", str(error))} & os.environ.keys()
+    return sorted(name for name in names if re.search(rf"(?<!\w){re.escape(os.environ[name])}(?!\w)", str(error)))
 
 
 def short(value: object, max_characters: int = 60) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal
-from stages.core.errors import MACHINE_ERRORS, UserError, short
+from stages.core.errors import MACHINE_ERRORS, UserError, refused_variables, short
 from stages.core.streams import discard_output
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
@@ -62,6 +62,8 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     except (UserError, KeyboardInterrupt, SystemExit, *MACHINE_ERRORS):
         raise
     except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
+        if refused_variables(error):
+            raise
         detail = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         fix = "correct tokenizer.json, tokenizer_config.json or chat_template.jinja, or give the checkpoint its own"
         raise refusal(path, f"its tokenizer cannot be loaded ({detail}); {fix}") from None
