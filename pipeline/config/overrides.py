@@ -34,6 +34,8 @@ MAX_BYTES, MAX_DEPTH = 1_000_000, 100
 MAX_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
+GROUPS = sorted({"gates", *(path.parent.name for path in CONF.glob("*/*.yaml"))})
+"""Groups of options. The option of gates has no file."""
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SHARED = re.compile("workdir$|log$|dry$|tracking")
@@ -61,14 +63,14 @@ PROMPT_LOOKUP = "workloads.speculation"
 def searching(folders: Sequence[str | Path]) -> list[str]:
     """Check the folders of --config-dir, and return the override that adds them to Hydra's search path."""
     for folder in map(Path, folders):
-        # Options may include files of folders below their group.
-        paths = [*folder.glob("config.yaml"), *folder.glob("*/**/*.y*ml")]
+        # Options may include files of folders below their group. Other folders need not be kvgate's.
+        paths = [*folder.glob("config.yaml"), *(path for group in GROUPS for path in folder.glob(f"{group}/**/*.y*ml"))]
         if not paths:
-            problem = "has no options, such as kv/NAME.yaml" if folder.is_dir() else "no such directory"
+            none = f"has no options, such as kv/NAME.yaml, in the folder of a group ({', '.join(GROUPS)})"
+            problem = none if folder.is_dir() else "no such directory"
             raise UserError(f"--config-dir={folder}: {problem}; give the one with your own kv/")
         for path in paths:
-            if path.parent == folder or (CONF / path.relative_to(folder).parts[0]).is_dir():  # other folders are not kvgate's
-                _check_option(path, folder)
+            _check_option(path, folder)
     places = dict.fromkeys(f"file://{Path(folder).resolve()}" for folder in folders)
     return [f"{SEARCHPATH}={written(list(places))}"] if folders else []
 

@@ -139,6 +139,8 @@ OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
     ("a value of ???", "kv/mine.yaml", "name: ???", ("--config-dir", "mine.yaml", "??? is no value")),
     ("an empty file", "kv/mine.yaml", "", ("--config-dir", "mine.yaml", "has no keys")),
     ("a file outside the groups", "mine.yaml", "name: mine", ("--config-dir=mine: has no options, such as kv/NAME.yaml",)),
+    ("an unknown group", "caches/mine.yaml", "name: mine", ("--config-dir=mine: has no options", "experiment, gates, kv")),
+    ("gates with a value of ???", "gates/mine.yaml", "max_mean_kl: ???", ("--config-dir", "mine.yaml", "??? is no value")),
     (
         "an unknown default",
         "kv/mine.yaml",
