@@ -9,6 +9,11 @@ from stages.core.errors import UserError
 PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)$)(?:\.{0,2}/|[A-Za-z_@])[\w/.@%:+-]*", re.ASCII)
 """Texts that Hydra's grammar reads as a string without quotes."""
 
+PROTECTED = re.compile(r"""\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+"""Escaped characters and quoted texts of Hydra's grammar."""
+INNERMOST = re.compile(r"\$?[{\[(]([^{}\[\]()]*)[}\])]")
+"""A dict, a list, an interpolation or a function's arguments, without others inside."""
+
 
 def key_of(override: str) -> str:
     """Return the key of a command-line override, without Hydra's prefix `+`, `++` or `~`."""
@@ -22,6 +27,17 @@ def is_hydras(key: str) -> bool:
 def as_typed(override: str) -> str:
     """Return an override as the user wrote it, without the prefix `++` that composing adds to keys."""
     return override.removeprefix("++")
+
+
+def repeats_name(override: str) -> bool:
+    """Return whether a dict in an override has a name twice. Hydra would silently use the last value."""
+    text = PROTECTED.sub("", override)
+    while innermost := INNERMOST.search(text):
+        names = [item.partition(":")[0].strip() for item in innermost[1].split(",")]
+        if innermost[0].startswith("{") and len(set(names)) < len(names):
+            return True
+        text = text[: innermost.start()] + text[innermost.end() :]
+    return False
 
 
 def written(value: object, key: str = "") -> str:

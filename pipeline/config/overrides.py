@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
-from pipeline.config.override_syntax import as_typed, is_hydras, key_of, quoted, written
+from pipeline.config.override_syntax import as_typed, is_hydras, key_of, quoted, repeats_name, written
 from pipeline.config.stages import STAGES
 from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import leaves, redact_text
@@ -79,9 +79,12 @@ def readable(argument: str, parser: OverridesParser) -> str:
     """Return a command-line argument in Hydra's grammar; a value that the grammar cannot parse is quoted as one text.
 
     Paths may contain letters, `=`, `#`, brackets and quotes. The user must quote texts in lists and texts with commas, since
-    commas may separate the values of a sweep. Raises UserError if the argument cannot be parsed.
+    commas may separate the values of a sweep. Raises UserError if the argument cannot be parsed, or if a dict in
+    it has a name twice.
     """
     if _is_read(argument, parser):
+        if repeats_name(argument):
+            raise UserError(f"{short(redact_text(argument), 200)}: has a name twice; keep one of them")
         return argument
     key, equals, value = argument.partition("=")
     text = f"{key}={quoted(value)}"
