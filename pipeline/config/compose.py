@@ -1,9 +1,11 @@
 """Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -130,6 +132,7 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
 
     `folders` are the folders of `--config-dir`, with the user's own options.
     """
+    _refuse_locale([*overrides, *map(str, folders)])
     places = searching(folders)
     for override in overrides:
         _refuse_override(override)
@@ -168,6 +171,18 @@ def _refuse_equal_names(planned: Plan) -> None:
             if renamed:
                 fix = "kv.name replaces the name of every swept kv; leave kv.name out"
             raise UserError(f"jobs {earlier} and {number}: both have the display name {name}; {fix}")
+
+
+def _refuse_locale(texts: Sequence[str]) -> None:
+    """Refuse arguments and directories that the locale cannot express: libraries would fail on them in other ways."""
+    encoding = sys.getfilesystemencoding()
+    directories = [f"{name}={os.environ.get(name)}" for name in ("HOME", "TMPDIR")]
+    with suppress(FileNotFoundError):  # the current directory was removed
+        directories.append(f"current directory={os.getcwd()}")
+    for text in (*texts, *directories):
+        if encoding != "utf-8" and not text.isascii():
+            problem = f"holds characters outside ASCII, but this locale's encoding is {encoding}; set LC_ALL=C.UTF-8"
+            raise UserError(f"{short(redact_text(text), 200)}: {problem}")
 
 
 def _refuse_override(override: str) -> None:
