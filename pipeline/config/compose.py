@@ -154,8 +154,10 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
         refused = {re.split("[=:]", line)[0] for line in lines}
         missing = missing_files(facts, {key: value for key, value in given.items() if key not in refused})
         raise UserError("\n".join([*lines, *missing]))
-    for job, name in zip(planned.jobs, planned.names, strict=True):
+    for job, name, given in zip(planned.jobs, planned.names, planned.job_overrides, strict=True):
         check_name(job.kv, name)
+        if job.calibration.jsonl is not None and "calibration.workloads" in map(key_of, given):
+            raise UserError("calibration.workloads: no texts are generated beside calibration.jsonl; leave one of the two out")
     _refuse_equal_names(planned)
     return replace(planned, arguments=(*(f"--config-dir={folder}" for folder in folders), *overrides))
 
