@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline import __version__
 from pipeline.cli import console
 from pipeline.cli.progress import show_progress
-from stages.core.errors import INTERRUPTED, UserError, exit_code
+from stages.core.errors import INTERRUPTED, UserError, exit_code, short
+from stages.core.redaction import redact_text
 from stages.core.streams import open_closed_streams, redact_output, reserve_stdout
 
 if TYPE_CHECKING:
@@ -67,11 +68,10 @@ def _plan_command(argv: Sequence[str]) -> "Plan | int":
     if arguments.help or arguments.shell_completion:
         return _run_hydra(parser, arguments)
     from pipeline.config.compose import configurations, plan
-    from pipeline.config.overrides import refuse_contradictions, refuse_option, refuse_words
+    from pipeline.config.overrides import refuse_contradictions
 
     if unknown:
-        refuse_option(unknown[0], argv)
-    refuse_words(arguments.overrides)
+        _refuse_argument(redact_text(f"{short(unknown[0])}: no such option"))
     refuse_contradictions(arguments.overrides)
     planned = plan(arguments.overrides, arguments.multirun, arguments.config_dir)
     if arguments.cfg:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,7 +32,7 @@ from pydantic import ValidationError
 from pipeline.config import CONF
 from pipeline.config.auto_options import AUTO, AUTO_OPTIONS, is_tiny
 from pipeline.config.config import Config
-from pipeline.config.explain import backends_with, explain_validation
+from pipeline.config.explain import explain_validation
 from pipeline.config.missing import missing_files
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
@@ -43,7 +42,6 @@ from pipeline.config.overrides import (
     MAX_JOBS,
     OPTION,
     SEARCHPATH,
-    as_text,
     check_installed,
     problem_of,
     readable,
@@ -79,9 +77,7 @@ def to_config(composed: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=PATH") from error
     except OmegaConfBaseException as error:
-        missing = re.search(r"'backend\.(\w+)' not found", str(error))  # experiment=vllm refers to keys of vLLM
-        owners = backends_with(missing[1]) if missing else ""
-        fix = f"set {owners}" if owners else "give it a value, or name a key or a variable that exists"
+        fix = "give it a value, or name a key or a variable that exists (an experiment may need its own backend)"
         raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {fix}") from error
     assert isinstance(values, dict)
     _refuse_secrets(values)
@@ -246,13 +242,8 @@ def _plan_jobs(overrides: list[Override], multirun: bool, parser: OverridesParse
     first = next((o for o in overrides if o.is_sweep_override()), None)
     if first is not None:
         swept = as_typed(str(first.input_line))
-        key, _, values = swept.partition("=")
-        if OmegaConf.is_list(OmegaConf.select(composed, first.key_or_group)) and not re.search(r"[\[(]", values):
-            raise UserError(f"{swept}: a list has brackets; write {shlex.quote(f'{key}=[{values}]')}")
-        fix = f"quote one text with commas: {as_text(swept)}"
-        if type(OmegaConf.select(composed, first.key_or_group)) in (int, float):  # not bool
-            fix = "give one number, with a point for decimals"
-        raise UserError(f"{swept}: several values need a sweep; add -m, or {fix}")
+        fix = "a list has brackets, and a text with commas quotes, as in 'KEY=\"TEXT, TEXT\"'"
+        raise UserError(f"{swept}: several values need a sweep; add -m, or give one value: {fix}")
     if launcher != BASIC:
         raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
     return Plan([to_config(composed)], (plain,))

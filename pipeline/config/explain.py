@@ -1,9 +1,7 @@
 """Error messages for configurations, one line per problem, since the texts of pydantic are for developers."""
 
-import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any
@@ -20,17 +18,6 @@ from stages.policies.policy import POLICY_NAME
 
 MAX_PLACES = 3
 """Maximum number of complete keys that a hint lists for a key that was given without its section."""
-SYNONYMS = {
-    "gpu": "cuda",
-    "transformers": "torch",
-    "tensorrt_llm": "trtllm",
-    "fp8_e4m3": "fp8",
-    "fp8_per_token_head": "vllm_fp8",
-    "int8_per_token_head": "vllm_int8",
-    "int4_per_token_head": "vllm_int4",
-    "turboquant_k8v4": "vllm_k8v4",
-}
-"""Value -> the choice with the same meaning, if its letters do not show that: a device, engines and vLLM's caches."""
 NAMES = {
     POLICY_NAME: "must begin with a small letter, and have only small letters, digits and _",
     MODEL_NAME: "must have no / : ' and no characters that cannot be printed",
@@ -39,7 +26,7 @@ NAMES = {
 }
 """Pattern of a name -> the pattern in words."""
 KINDS = (
-    dict.fromkeys(("list_type", "tuple_type"), "a list")
+    dict.fromkeys(("list_type", "tuple_type"), "a list, as in [VALUE,VALUE]")
     | dict.fromkeys(("dict_type", "model_type"), "a mapping of keys to values")
     | dict.fromkeys(("bool_type", "bool_parsing"), "true or false")
 )
@@ -83,7 +70,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{wrong}{suggest(str(value), choices)}")
         else:
             got = short(value if isinstance(value, int) else repr(value), 200)
-            lines.append(f"{key}: {_plain(problem)} (got {got}){_hint(problem, value)}")
+            lines.append(f"{key}: {_plain(problem)} (got {got})")
     return lines
 
 
@@ -102,26 +89,6 @@ def _plain(problem: ErrorDetails) -> str:
     return f"{text[0].lower()}{text[1:]}"
 
 
-def _hint(problem: ErrorDetails, value: object) -> str:
-    """Return how to write a value of the wrong type, or a percentage; "" without a hint."""
-    kind, context = problem["type"], problem.get("ctx", {})
-    if kind.endswith("_type") and _is_quoted(value):
-        return "; leave out the quotes"
-    if kind in ("list_type", "tuple_type"):
-        return "; write it in brackets, as in [VALUE,VALUE]"
-    is_share = 1 in (context.get("lt"), context.get("le"))
-    if kind == "float_type" and isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)? ?%", value):
-        value, is_share = float(value.rstrip(" %")), True
-    return f"; {value:g} % is {value / 100:g}" if is_share and isinstance(value, int | float) and 2 <= value <= 100 else ""
-
-
-def _is_quoted(value: object) -> bool:
-    """Return whether a text is a number, a list or another value in quotes."""
-    with suppress(ValueError, RecursionError):
-        return isinstance(value, str) and not isinstance(json.loads(value), str)
-    return False
-
-
 def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
     name = str(location[-1])
     if location[0] == "backend" and len(location) == 2 and (owners := backends_with(name)):
@@ -130,13 +97,10 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
         return "unknown key; leave it out"
     if len(location) == 1:
         sections: Any = OmegaConf.to_container(composed)
-        others = {key: section for key, section in sections.items() if key not in (name, "hydra")}
-        dotted = name.replace("/", ".")
-        if dotted != name and OmegaConf.select(composed, dotted) is not None:
-            return f"unknown key, did you mean {dotted}?"
-        places = _places(name, others)
-        joined = {place.replace(".", "_"): place for place, _ in leaves(others)}
-        places = places or [joined[close] for close in get_close_matches(name, joined, n=1, cutoff=0.9)]
+        others = {part: section for part, section in sections.items() if part not in (name, "hydra")}
+        keys = {key for place, _ in leaves(others) for key in accumulate(place.split("."), "{}.{}".format)}
+        meant = name.replace("/", ".")
+        places = [key for key in sorted(keys) if f".{key}".endswith(f".{meant}")] or get_close_matches(meant, keys, 1, 0.9)
         if 0 < len(places) <= MAX_PLACES:
             return f"unknown key, did you mean {' or '.join(places)}?"
     siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed
@@ -150,23 +114,11 @@ def backends_with(name: str) -> str:
     return f"backend={', '.join(owners)}" if owners else ""
 
 
-def _places(name: str, values: dict[str, Any], parent: str = "") -> list[str]:
-    """Return the complete names of all keys in the sections of `values` whose last part is `name`."""
-    places = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            places += [f"{parent}{key}.{name}"] if name in value else []
-            places += _places(name, value, f"{parent}{key}.")
-    return places
-
-
 def suggest(value: str, choices: Sequence[str]) -> str:
-    """Return the hint after an invalid value: the closest choice, the only choice that contains the value, or all choices."""
+    """Return the hint after an invalid value: the choice that the value begins with or resembles, or all choices."""
     text = value.lower().replace("-", "_")
-    # int8.yaml, 'int8 and "int8 # comment" mean int8; fp8+int4 means neither
-    close = [*({SYNONYMS.get(text), *re.findall(r"\w+", text)} & {*choices})]
-    close = close or sorted((choice for choice in choices if text.startswith(f"{choice}_")), key=len)[-1:]
-    close = close or get_close_matches(text, choices, n=1) or [choice for choice in choices if text in choice]
-    if len(close) == 1:
+    begun = [choice for choice in choices if choice == text or re.match(rf"{re.escape(choice)}[_.]", text)]
+    close = sorted(begun, key=len)[-1:] or get_close_matches(text, choices, n=1, cutoff=0.75)
+    if close:
         return f", did you mean {close[0]}?"
     return f"; choose one of {', '.join(choices)}" if choices else ""

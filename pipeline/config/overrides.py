@@ -6,26 +6,23 @@ A sweep's launcher may be any installed Hydra plugin. A launcher's configuration
 """
 
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.config import CONF
-from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of, quoted, repeats_name, written
-from pipeline.config.stages import STAGES
 from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import leaves, redact_text
 from stages.core.strict import Unreadable, read_file
@@ -40,8 +37,6 @@ OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SHARED = re.compile("workdir$|log$|dry$|tracking")
 """Keys whose values all jobs of a sweep share: the work directory, the output, the dry run, and the registry."""
-SPACED = re.compile(r"([\w.]+)(?: = ?|= )(\S+)")
-"""A key and its value with a space before or after `=`."""
 SEARCHPATH = "hydra.searchpath"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 LAUNCHER_KEYS = "hydra.launcher."
@@ -96,35 +91,6 @@ def readable(argument: str, parser: OverridesParser) -> str:
     )
 
 
-def refuse_words(arguments: Sequence[str]) -> None:
-    """Raise UserError for arguments without `=` whose meaning is clear: an option's name, or spaces around `=`."""
-    words = [argument for argument in arguments if "=" not in argument or argument.startswith("=")]
-    spaced = SPACED.search(" ".join(arguments)) if words else None
-    if spaced is not None:
-        raise UserError(redact_text(f"{spaced[0]}: spaces around =; write {spaced[1]}={spaced[2]}"))
-    for word in filter(OPTION.fullmatch, words):
-        groups = ["stage"] if word in STAGES else sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml"))
-        field = Config.model_fields.get(word)
-        is_switch = field is not None and field.annotation is bool
-        meant = [f"{word}=true"] if is_switch else [f"{group}={word}" for group in groups]
-        if meant:
-            raise UserError(f"{word}: did you mean {' or '.join(meant)}?")
-
-
-def refuse_option(option: str, argv: Sequence[str]) -> None:
-    """Raise UserError for an unknown option of a command line, which may be a key with dashes (`--model x`)."""
-    key, _, value = option.lstrip("-").partition("=")
-    field = Config.model_fields.get(key.partition(".")[0])
-    if field is None:
-        raise UserError(redact_text(f"{short(option)}: no such option; give KEY=VALUE, or an option that --help lists"))
-    following = next((after for word, after in pairwise(argv) if word == option), "")
-    is_value = following and "=" not in following and not following.startswith("-")
-    value = value or (following if is_value else "true" if field.annotation is bool else "VALUE")
-    keys = (key, "model.path") if key == "model" else (key,)
-    fixes = " or ".join(f"{name}={short(value, 200)}" for name in keys)
-    raise UserError(redact_text(f"{option.partition('=')[0]}: keys have no dashes; did you mean {fixes}?"))
-
-
 def refuse_contradictions(arguments: Sequence[str]) -> None:
     """Raise UserError if a command line gives a key two different values. Hydra would silently use the last value."""
     first: dict[str, str] = {}
@@ -142,32 +108,24 @@ def _is_read(argument: str, parser: OverridesParser) -> bool:
     return False
 
 
-def as_text(argument: str) -> str:
-    """Return an argument with its value as one text, quoted for the shell and for Hydra."""
-    key, _, value = argument.partition("=")
-    return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
-
-
 def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
     """Return the problem of an override: an unknown option, no effect, or a misleading meaning; None if there is no problem."""
     key, line = override.key_or_group, redact_text(as_typed(str(override.input_line)))
     if is_hydras(key):
         return _hydra_problem(override, line)
+    options = options_of(key)
     for applies, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
         (override.is_delete(), "a key cannot be removed; write KEY=VALUE, as in gates.min_recovery=0.9"),
         (key == "backend.name", f"cannot be set by itself; write backend={line.partition('=')[2]}"),
         (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),
+        (options and isinstance(override.value(), dict), f"give an option, or the keys one by one, as {key}.NAME=VALUE"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
         (SHARED.match(key) and override.is_sweep_override(), "the jobs of a sweep share it; give one value"),
     ):
         if applies:
             return f"{line}: {problem}"
-    options, given = options_of(key), override.value()
-    if options and isinstance(given, dict):
-        name, inner = next(iter(given.items()))
-        return f"{line}: give an option, or the keys one by one, as in {key}.{name}={written(inner)}"
     if options and not isinstance(override.value(), Glob):
         swept = override.is_sweep_override()
         for item in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:

@@ -36,7 +36,7 @@ UNUSED = LoadedEngine.__new__(LoadedEngine)
             lambda: evaluate("tiny", "int8", gates={"min_recovery": 0.9}),
             "pass the name of an option, or the keys one by one, as in **{'gates.KEY': VALUE}",
         ),
-        (lambda: evaluate("tiny", "int8", seed="1"), "seed: input should be a valid integer (got '1'); leave out the quotes"),
+        (lambda: evaluate("tiny", "int8", seed="1"), "seed: input should be a valid integer (got '1')"),
         (lambda: load("engine", kv="fp8"), "give keys of backend.* alone"),
         (lambda: load("engine", threads=0), "backend.threads: input should be greater than or equal to 1"),
         (lambda: load("nowhere"), "no such directory"),
