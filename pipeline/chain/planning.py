@@ -9,13 +9,12 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from pipeline.chain import suggesting
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.job_run import Run
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
-from pipeline.config.override_syntax import written
+from pipeline.config.override_syntax import key_of, written
 from pipeline.config.policies import labelled
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence
@@ -30,15 +29,20 @@ from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.files import write_atomically
 from stages.engines.backend import Job, open_backend
+from stages.engines.vllm.config import VllmConfig
 from stages.planning.capacity import Capacity, measure_capacity
-from stages.planning.recommend import Judged, recommend
-from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape
+from stages.planning.recommend import Judged, Recommendation, recommend
+from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
 from stages.workloads.config import WorkloadsConfig
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of stage=capacity and stage=recommend."""
+MAX_DEFAULT_TOKENS = 640
+"""Maximum tokens, in whole pages, of the questions that `workloads=chat` asks."""
+MAX_POLICIES = 3
+"""Maximum policies in a suggested command."""
 
 
 def show_capacity(run: Run) -> None:
@@ -78,7 +82,7 @@ def recommend_policy(run: Run) -> None:
     with show_progress("asking the backend which policies it serves"):
         unserved = _find_unserved(config, {entry.name: entry.policy for entry in capacity.policies})
     recommendation = recommend(capacity, judged, notes, unserved)
-    commands = suggesting.evidence_lines(config, run.arguments, recommendation, capacity, model)
+    commands = evidence_lines(config, run.arguments, recommendation, capacity)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, commands)):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
@@ -90,6 +94,44 @@ def recommend_policy(run: Run) -> None:
     if any(candidate.name == name and candidate.version for candidate in candidates):
         command = next_steps.promotion_command(config, f"promote.name={written(name)}")
         next_steps.NextStep(f"make {name} the champion", command).show()
+
+
+def evidence_lines(config: Config, arguments: Sequence[str], recommendation: Recommendation, capacity: Capacity) -> list[str]:
+    """Return lines with the policies to judge first, and the command that judges them at the use's length, batch and answers.
+
+    Return no lines if no policy is left to judge. The command repeats `arguments`, the user's own. A policy that the user chose
+    with `kv=` is suggested alone, unless it already has evidence or admits too few requests.
+    """
+    use, workloads = config.capacity, config.workloads
+    groups = {part: key_of(part).partition(".")[0] for part in arguments}
+    policies = [part for part in arguments if groups[part] == "kv"]
+    tokens = {entry.name: entry.live_tokens for entry in recommendation.unjudged}
+    chosen = [entry.name for entry in capacity.policies if policies and entry.policy == config.kv and entry.name in tokens]
+    if not chosen:
+        chosen = [name for name in reversed(config.backend.finer) if name in tokens][:MAX_POLICIES]
+        policies = ["kv=" + ",".join(chosen)]
+    if not chosen:
+        return []
+    longest, key, with_vllm = whole_pages(use.longest), config.backend.length_key, isinstance(config.backend, VllmConfig)
+    changes = [] if key is None else [f"backend.{key}={longest}"]
+    if with_vllm:
+        changes += [f"backend.max_num_seqs={use.concurrency}", f"backend.tensor_parallel_size={use.tensor_parallel}"]
+    if use.concurrency > max(workloads.batch_size, workloads.stress_test.max_batch):
+        changes.append(f"workloads.batch_size={use.concurrency}")
+    notes = []
+    if workloads.jsonl is not None or longest <= MAX_DEFAULT_TOKENS:
+        changes.append(f"workloads.max_scored_tokens={use.new_tokens}")
+    else:
+        changes += ["experiment=vllm"] if with_vllm else []
+        changes += [] if workloads.lengths else [f"workloads.lengths=[{longest}]"]
+        notes.append(
+            f"  questions about long documents have short answers: to cover capacity.new_tokens={use.new_tokens}, ask "
+            f"your own with workloads=jsonl workloads.jsonl=FILE workloads.max_scored_tokens={use.new_tokens}"
+        )
+    remaining = [part for part in arguments if groups[part] not in ("stage", "kv", "capacity")]
+    command = next_steps.command_line(remaining, *changes, "stage=evaluate", *policies, sweep=len(chosen) > 1)
+    named = ", ".join(f"{name} ({tokens[name]:,})" for name in chosen)
+    return [f"  judge {named} with", f"    {command}", *notes]
 
 
 def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:

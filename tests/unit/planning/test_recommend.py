@@ -13,8 +13,7 @@ from helpers.registry.judged_engine import config_of, judged_engine
 from helpers.verdicts.reports import report as make_report
 
 from pipeline.chain.job_run import Run
-from pipeline.chain.planning import recommend_policy
-from pipeline.chain.suggesting import evidence_lines
+from pipeline.chain.planning import evidence_lines, recommend_policy
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled
 from stages.checkpoints.intake.shapes import ModelShape
@@ -144,7 +143,7 @@ def test_the_suggested_command_covers_the_use() -> None:
     short = ["capacity.contexts=[{tokens: 600, requests: 1}]", "capacity.concurrency=40", "capacity.new_tokens=300"]
     config = plan([*USE[:2], *short], multirun=False).jobs[0]
     budget = capacity(*short)
-    (command,) = [line for line in evidence_lines(config, [], recommend(budget, []), budget, MODEL) if "stage=evaluate" in line]
+    (command,) = [line for line in evidence_lines(config, [], recommend(budget, []), budget) if "stage=evaluate" in line]
     assert shlex.split(command)[4:6] == ["workloads.batch_size=40", "workloads.max_scored_tokens=300"]
 
 
