@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -51,7 +50,7 @@ from pipeline.config.overrides import (
 from pipeline.config.policies import check_name
 from pipeline.config.stages import STAGES, StageFacts
 from stages.core.errors import UserError, short
-from stages.core.redaction import holds_secret, leaves, printable, redact_text
+from stages.core.redaction import holds_secret, leaves, redact_text
 from stages.policies.policy import KVPolicy
 from stages.verdict.thresholds import Thresholds
 from stages.verdict.verdict import Status
@@ -150,9 +149,9 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
         refused = {re.split("[=:]", line)[0] for line in lines}
         missing = missing_files(facts, {key: value for key, value in given.items() if key not in refused})
         raise UserError("\n".join([*lines, *missing]))
-    for job, name, given in zip(planned.jobs, planned.names, planned.job_overrides, strict=True):
+    for job, name, arguments in zip(planned.jobs, planned.names, planned.job_overrides, strict=True):
         check_name(job.kv, name)
-        if job.calibration.jsonl is not None and "calibration.workloads" in map(key_of, given):
+        if job.calibration.jsonl is not None and "calibration.workloads" in map(key_of, arguments):
             raise UserError("calibration.workloads: no texts are generated beside calibration.jsonl; leave one of the two out")
     _refuse_equal_names(planned)
     return replace(planned, arguments=(*(f"--config-dir={folder}" for folder in folders), *overrides))
@@ -164,10 +163,7 @@ def _refuse_equal_names(planned: Plan) -> None:
     for number, name in enumerate(planned.names, start=1):
         earlier = first.setdefault(name, number)
         if earlier != number:
-            renamed = any(key_of(part) == "kv.name" for part in planned.job_overrides[number - 1])
-            fix = "leave one out, or give each policy a name of its own (kv.name)"
-            if renamed:
-                fix = "kv.name replaces the name of every swept kv; leave kv.name out"
+            fix = "leave one out, or give each policy a name of its own in its file (kv.name names every policy of the sweep)"
             raise UserError(f"jobs {earlier} and {number}: both have the display name {name}; {fix}")
 
 
@@ -201,21 +197,18 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        key, problem = str(getattr(cause, "full_key", None) or ""), str(cause).splitlines()[0]
+        key, problem = str(getattr(cause, "full_key", None) or ""), str(cause).splitlines()[0].removesuffix(".")
+        place = key or short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
+        fix = (
+            "give a value of its type, as in [VALUE,VALUE] or {NAME: VALUE}"
+            if key
+            else "write KEY=VALUE with a key and an option that exist"
+        )
         if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
-            fix = f"the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
-            raise UserError(f"{key}: {fix}") from error
-        if key:
-            if problem.startswith("Cannot merge"):  # a dict for a list, or a list for a dict
-                is_list = OmegaConf.is_list(getattr(cause, "parent_node", None))
-                problem = f"must be a {'list, as in [VALUE,VALUE]' if is_list else 'mapping, as in {KEY: VALUE}'}"
-            raise UserError(f"{key}: {problem}; give another value") from error
-        command = short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
-        problem = str(error).splitlines()[0].removesuffix(".")
-        if problem.startswith("In '"):  # in a file of --config-dir
-            fix = "name an option that exists, and another group's as `override /GROUP: OPTION`"
-            raise UserError(f"--config-dir: {problem}; {fix}") from error
-        raise UserError(f"{command}: {problem}; write KEY=VALUE with a key and an option that exist") from error
+            fix = f"choose the launcher with hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
+        elif problem.startswith("In '"):  # in a file of --config-dir
+            place, fix = "--config-dir", "name an option that exists, and another group's as `override /GROUP: OPTION`"
+        raise UserError(f"{place}: {problem}; {fix}") from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
         raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deeply; use fewer levels") from None
@@ -265,17 +258,8 @@ def _sweep(overrides: list[Override], hydra: DictConfig, parser: OverridesParser
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
-    """Compose the configuration, including its node `hydra`. Raises UserError for invalid YAML in --config-dir."""
-    try:
-        return compose("config", overrides=list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException):
-        raise
-    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # ValueError: not UTF-8, or a huge integer
-        if isinstance(error, OSError) and error.errno is not None:  # without errno: OmegaConf's, for a file with a single value
-            raise
-        detail = printable(" ".join(str(error).split()))[:300]
-        where = "--config-dir: a file in it" if any(SEARCHPATH in override for override in overrides) else " ".join(overrides)
-        raise UserError(f"{short(where, 200)} cannot be read ({detail}); correct it") from error
+    """Compose the configuration, including its node `hydra`."""
+    return compose("config", overrides=list(overrides), return_hydra_config=True)
 
 
 def _compose_suited(overrides: list[str]) -> tuple[list[str], DictConfig]:

@@ -27,12 +27,12 @@ from stages.core.errors import MissingRequirement, UserError, short
 from stages.core.redaction import leaves, redact_text
 from stages.core.strict import Unreadable, read_file
 
-MAX_BYTES, MAX_DEPTH = 1_000_000, 100
+MAX_BYTES = 1_000_000
 MAX_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
-GROUPS = sorted({"gates", *(path.parent.name for path in CONF.glob("*/*.yaml"))})
-"""Groups of options. The option of gates has no file."""
+GROUPS = sorted({"gates", "hydra", *(path.parent.name for path in CONF.glob("*/*.yaml"))})
+"""Groups of options. The options of gates and hydra have no files here."""
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SHARED = re.compile("workdir$|log$|dry$|tracking")
@@ -160,21 +160,18 @@ def _check_option(path: Path, folder: Path) -> None:
         raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
     if (CONF / path.relative_to(folder)).is_file():
         raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
-    depth = 0
     try:
-        for number, event in enumerate(yaml.parse(read_file(path, MAX_BYTES).decode())):
+        text = read_file(path, MAX_BYTES).decode()
+        for event in yaml.parse(text):
             if isinstance(event, yaml.AliasEvent):
                 raise Unreadable("uses a YAML alias (*name); write the value out")
             if isinstance(event, yaml.ScalarEvent) and event.value == "???":
                 raise Unreadable("??? is no value; write one, or leave the key out")
-            is_empty = number == 1 and isinstance(event, yaml.StreamEndEvent)
-            if is_empty or (depth == 0 and isinstance(event, yaml.SequenceStartEvent | yaml.ScalarEvent)):
-                raise Unreadable("has no keys; write KEY: VALUE")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise Unreadable(f"nested more than {MAX_DEPTH} deep")
-    except (ValueError, OverflowError, yaml.YAMLError) as error:  # not UTF-8, or "\UFFFFFFFF"
-        raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())}); correct it") from None
+        loaded = OmegaConf.create(text)
+        if not (OmegaConf.is_dict(loaded) and loaded):
+            raise Unreadable("has no keys; write KEY: VALUE")
+    except (ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:  # not UTF-8, or "\UFFFFFFFF"
+        raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())[:300]}); correct it") from None
 
 
 def installed() -> list[str]:
