@@ -10,8 +10,8 @@ from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config import CONF
 from pipeline.config.compose import Plan
+from pipeline.config.options import check_name
 from pipeline.config.override_syntax import written
-from pipeline.config.policies import check_name
 from pipeline.registry import summary
 from stages.core.errors import GateRefusal, UserError
 from stages.policies.policy import KVPolicy

@@ -157,18 +157,14 @@ def rollback(run: Run) -> None:
     console.result("champion", move.message, champion=move.champion, message=move.message)
 
 
-def preview_promotion(config: Config) -> None:
-    judged = candidates_of(config, promotable(config))
-    with Run(config).engines() as engines, show_progress("replaying the evidence"):
-        move = engines.promote(judged, config.model.label, config.promote.name)
+def preview_move(config: Config) -> None:
+    """Print the move that a promotion or a rollback would make."""
+    promotes = config.stage == "promote"
+    judged = candidates_of(config, promotable(config)) if promotes else []
+    with Run(config).engines(decides=promotes) as engines, show_progress("replaying the evidence"):
+        move = engines.promote(judged, config.model.label, config.promote.name) if promotes else engines.rollback()
     console.result("move", move.message, champion=move.champion, message=move.message)
     tables.print_reasons_against(move.candidates, move)
-
-
-def preview_rollback(config: Config) -> None:
-    with Run(config).engines(decides=False) as engines, show_progress("replaying the evidence"):
-        move = engines.rollback()
-    console.result("move", move.message, champion=move.champion, message=move.message)
 
 
 def route(run: Run) -> None:
@@ -227,6 +223,3 @@ CHECKS: dict[Stage, Callable[[Config], object]] = {
     "verify": lambda config: bundle_directory(str(config.bundle)),
     "monitor": lambda config: read_snapshot(config.monitor),
 }
-
-PREVIEWS: dict[Stage, Callable[[Config], None]] = {"promote": preview_promotion, "rollback": preview_rollback}
-"""Functions of a dry run that print the move of the champion, if all checks succeed."""

@@ -6,38 +6,35 @@ sweep with equal recipes share one stand-in.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
-from pipeline.chain.actions import PREVIEWS
+from pipeline.chain.actions import preview_move
 from pipeline.chain.inputs import checks
 from pipeline.chain.job_run import Run
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
-from pipeline.cli.tables import verdict_lines
-from pipeline.config.auto_options import has_chat_template
+from pipeline.cli.progress import duration
 from pipeline.config.compose import Plan
 from pipeline.store.store import Store
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Recipe
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code, required_libraries
-from stages.core.records import Sample
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.planning.duration import verdict_work
 from stages.verdict.candidate import none_accepted
 from stages.verdict.gates import decide
-from stages.verdict.gates.evaluation import too_few
 from stages.verdict.report import load_report, load_rows
-from stages.verdict.thresholds import Thresholds
 from stages.verdict.verdict import Verdict
 from stages.workloads.config import LONG, LONG_QUESTIONS
 
 COLUMNS = list(map(Column, ("artifact", "job", "is")))
+MIN_SECONDS = 30
+"""Minimum estimated duration of a verdict, in seconds, for which the estimate is printed."""
 
 
 class StandIn(Artifact):
@@ -125,9 +122,9 @@ def preview(planned: Plan) -> int:
     opened = set[Path]()
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {foreseen.check(job, check) for check in checks(config, opened)}
-        if config.stage in PREVIEWS:
+        if config.stage in ("promote", "rollback"):
             if codes == {0}:
-                foreseen.check(job, partial(PREVIEWS[config.stage], config))
+                foreseen.check(job, partial(preview_move, config))
         elif not config.facts.makes:
             console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:
@@ -156,28 +153,28 @@ def _print(foreseen: Preview, *, sweeping: bool) -> None:
 
 
 def _say_questions(run: Run) -> None:
-    """Print the number of samples per workload, and the time and memory of a verdict with the default engine."""
-    workloads, path = run.config.workloads, locate_checkpoint(run.config.model.path)
+    """Print the number of samples per workload, and the work, memory and time of a verdict with the default engine."""
+    workloads, backend = run.config.workloads, run.config.backend
     counts = Counter(sample.workload for sample in run.verdict_steps.samples if not sample.workload.startswith(LONG))
     kinds = [f"{count:,} {name} samples" for name, count in counts.items()]
     documents = f"{workloads.length_documents} documents"
     kinds += [f"{documents} of {length:,} tokens with {LONG_QUESTIONS} questions each" for length in workloads.lengths]
     rounds = assign_rounds(run.verdict_steps.samples, workloads.rounds)
-    few_shot = "" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template"
-    console.say(f"{', '.join(kinds)} in at most {len(rounds)} round{'s' if len(rounds) > 1 else ''}{few_shot}")
-    model = read_model(path)
-    backend = run.config.backend
-    if isinstance(backend, OnnxRuntimeConfig) and model.parameters is not None:
-        work = verdict_work(rounds, workloads)
-        pass_needs = "more than a quick check" if workloads.is_quick_check else rounds_of_a_pass(rounds, run.config.gates)
-        for line in verdict_lines(work, model, model.parameters, backend.threads, pass_needs):
-            console.say(line)
-
-
-def rounds_of_a_pass(rounds: Sequence[Sequence[Sample]], gates: Thresholds) -> str:
-    """Return the rounds that a PASS needs at least: `all 4 rounds`, or `at least 2 of 4 rounds`."""
-    asked = accumulate(map(list, rounds))
-    needed = next((number for number, samples in enumerate(asked, start=1) if too_few(samples, gates) is None), len(rounds))
-    if needed == len(rounds):
-        return f"all {len(rounds)} rounds" if len(rounds) > 1 else "the only round"
-    return f"at least {needed} of {len(rounds)} rounds"
+    console.say(f"{', '.join(kinds)} in at most {len(rounds)} round{'s' if len(rounds) > 1 else ''}")
+    model = read_model(locate_checkpoint(run.config.model.path))
+    if not isinstance(backend, OnnxRuntimeConfig) or model.parameters is None:
+        return
+    work = verdict_work(rounds, workloads)
+    first, whole = work.seconds(model.parameters, model.kv.layers * model.q_heads * model.kv.head_dim, backend.threads)
+    if whole < MIN_SECONDS:
+        return
+    parts = [f"{tokens - decoded:,.0f} and {decoded:,.0f}" for tokens, decoded, *_ in (work.first, work.whole)]
+    console.say(
+        f"tokens to prefill and decode, both engines: about {parts[0]} in the first round, {parts[1]} in all rounds; "
+        f"the reference engine computes {work.reference[0]:,.0f}"
+    )
+    console.say(
+        f"a verdict on a CPU (backend=onnxruntime, {backend.threads} threads) takes about "
+        f"{work.gib(model.parameters, model.kv):.2g} GiB of memory and, if nothing is reused, {duration(first)} for the first "
+        f"round, {duration(whole)} for all rounds (at the rates of a Xeon with AVX-512 and nothing else to do)"
+    )

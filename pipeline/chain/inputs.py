@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.chain.actions import CHECKS
 from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
-from pipeline.config.missing import FILES, MODEL, missing_files
+from pipeline.config.stages import FILES, MODEL, missing_files
 from pipeline.registry import summary
 from pipeline.registry.store_errors import check_reachable
 from pipeline.registry.tracking import locate

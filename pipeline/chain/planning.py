@@ -14,8 +14,8 @@ from pipeline.chain.job_run import Run
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
+from pipeline.config.options import labelled
 from pipeline.config.override_syntax import key_of, written
-from pipeline.config.policies import labelled
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence
 from pipeline.evidence.verify import replay_record, requested_workloads

@@ -20,8 +20,8 @@ from pipeline.cli import console
 from pipeline.config import CONF
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.config.options import load_policies
 from pipeline.config.override_syntax import differing, key_of, written
-from pipeline.config.policies import load_policies
 from pipeline.config.stages import StageFacts
 from stages.core.errors import CannotBeJudged
 from stages.core.streams import program_name

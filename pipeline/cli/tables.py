@@ -5,16 +5,13 @@ from pathlib import Path
 
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
-from pipeline.cli.progress import duration
 from pipeline.evidence.findings import Finding
 from pipeline.registry import promotion
 from pipeline.registry.promotion import PromotionMove
 from pipeline.registry.tracking import Location
-from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.memory import GIB
 from stages.engines.config import is_least_preferred
 from stages.planning.capacity import Capacity, PolicyCapacity
-from stages.planning.duration import VerdictWork
 from stages.planning.recommend import NO_EVIDENCE, NOT_SERVED, Recommendation
 from stages.report.exhibit import BASELINE
 from stages.verdict.candidate import Candidate, is_blind
@@ -162,24 +159,6 @@ def _reason(candidate: Candidate, champion: Candidate | None, excluded: str | No
 
 
 KIB, MIB = 1024, 1024**2
-MIN_SECONDS = 30
-"""Minimum estimated duration of a verdict, in seconds, for which `verdict_lines` returns lines."""
-
-
-def verdict_lines(work: VerdictWork, model: ModelShape, parameters: int, threads: int, pass_needs: str) -> list[str]:
-    """Return lines with a verdict's work, memory and time on a CPU, and the rounds for a PASS; empty below MIN_SECONDS."""
-    first, whole = work.seconds(parameters, model.kv.layers * model.q_heads * model.kv.head_dim, threads)
-    if whole < MIN_SECONDS:
-        return []
-    memory = f"{work.gib(parameters, model.kv):.2g}"
-    parts = [f"{tokens - decoded:,.0f} and {decoded:,.0f}" for tokens, decoded, *_ in (work.first, work.whole)]
-    return [
-        f"tokens to prefill and decode, both engines: about {parts[0]} in the first round, {parts[1]} in all rounds; "
-        f"the reference engine computes {work.reference[0]:,.0f}",
-        f"a verdict on a CPU (backend=onnxruntime, {threads} threads) takes about {memory} GiB of memory and, if nothing "
-        f"is reused, {duration(first)} for the first round, {duration(whole)} for all rounds (at the rates of a Xeon with "
-        f"AVX-512 and nothing else to do); a PASS needs {pass_needs}",
-    ]
 
 
 def budget_lines(capacity: Capacity) -> list[str]:

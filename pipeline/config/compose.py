@@ -29,10 +29,9 @@ from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
 from pipeline.config import CONF
-from pipeline.config.auto_options import AUTO, AUTO_OPTIONS, is_tiny
 from pipeline.config.config import Config
 from pipeline.config.explain import explain_validation
-from pipeline.config.missing import missing_files
+from pipeline.config.options import AUTO, AUTO_OPTIONS, check_name, is_tiny
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
     BASIC,
@@ -47,8 +46,7 @@ from pipeline.config.overrides import (
     refuse_code,
     searching,
 )
-from pipeline.config.policies import check_name
-from pipeline.config.stages import STAGES, StageFacts
+from pipeline.config.stages import STAGES, StageFacts, missing_files
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, redact_text
 from stages.policies.policy import KVPolicy
@@ -199,11 +197,9 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         key, problem = str(getattr(cause, "full_key", None) or ""), str(cause).splitlines()[0].removesuffix(".")
         place = key or short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
-        fix = (
-            "give a value of its type, as in [VALUE,VALUE] or {NAME: VALUE}"
-            if key
-            else "write KEY=VALUE with a key and an option that exist"
-        )
+        fix = "write KEY=VALUE with a key and an option that exist"
+        if key:
+            fix = "give a value of its type, as in [VALUE,VALUE] or {NAME: VALUE}"
         if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
             fix = f"choose the launcher with hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
         elif problem.startswith("In '"):  # in a file of --config-dir

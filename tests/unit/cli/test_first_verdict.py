@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers.commands.fake_stages import use_fake_stages
 
-from pipeline.chain.dry import preview, rounds_of_a_pass
+from pipeline.chain.dry import preview
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
@@ -46,13 +46,6 @@ def test_too_few_questions_for_a_pass_are_known_before_any_work(
 ) -> None:
     expected = None if message is None else f"these questions cannot pass: {message}"
     assert too_few(samples, Thresholds.model_validate(gates)) == expected
-
-
-def test_a_dry_run_knows_the_rounds_that_a_pass_needs() -> None:
-    few, many = questions(60, 60), questions(600, 600)
-    assert rounds_of_a_pass([few[:15], few[15:30], few[30:]], Thresholds()) == "all 3 rounds"
-    assert rounds_of_a_pass([many[:15], many[15:100], many[100:]], Thresholds()) == "at least 2 of 3 rounds"
-    assert rounds_of_a_pass([few], Thresholds()) == "the only round"
 
 
 def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:

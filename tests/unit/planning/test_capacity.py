@@ -10,7 +10,7 @@ from helpers.checkpoints.configs import LLAMA_8B
 from helpers.refusals import refused
 
 from pipeline.config.compose import plan
-from pipeline.config.policies import labelled
+from pipeline.config.options import labelled
 from stages.checkpoints.intake.shapes import read_model
 from stages.core.errors import UserError
 from stages.core.memory import GIB

@@ -15,7 +15,7 @@ from helpers.verdicts.reports import report as make_report
 from pipeline.chain.job_run import Run
 from pipeline.chain.planning import evidence_lines, recommend_policy
 from pipeline.config.compose import plan
-from pipeline.config.policies import labelled
+from pipeline.config.options import labelled
 from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.errors import GateRefusal
 from stages.planning.capacity import Capacity, measure_capacity
