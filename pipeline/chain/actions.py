@@ -140,7 +140,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     best = next(candidate for candidate in candidates if candidate.name == move.champion)
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         if not best.engine.path.is_dir():  # the champion stays, and was downloaded only to compete
-            console.say(f"Serve it with: {next_steps.champion_call(config, engines.model.name)}", paste=True)
+            console.say(f"Load it with: pipeline.api.champion({engines.model.name!r}), and the store and keys of this command")
             return
         backend = config.backend if config.backend.name == best.backend else None
         console.say(f"Serve it with: {next_steps.serving(best.engine.path, backend)}", paste=True)

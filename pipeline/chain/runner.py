@@ -37,7 +37,6 @@ from stages.core.errors import (
 )
 from stages.core.redaction import redact_text
 from stages.core.streams import redact_output, reserve_stdout
-from stages.engines.backend import open_backend
 from stages.verdict.candidate import none_accepted
 
 
@@ -178,15 +177,6 @@ def _promote_passing(run: Run) -> None:
         actions.promote_from(run, last)
 
 
-def _runs_elsewhere(config: Config) -> bool:
-    """Return whether this machine lacks something, such as a GPU, to run the engines that it built."""
-    try:
-        open_backend(config.backend).check_runs()
-    except Refusal:
-        return True
-    return False
-
-
 def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None = None) -> int:
     """Show the results of a command with the next step, and return the command's exit code.
 
@@ -197,7 +187,7 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     config, sweeping = planned.jobs[0], planned.sweeping
     base = planned.arguments or ()
     if not config.facts.judges:
-        if code == 0 and not (config.facts.builds and _runs_elsewhere(config)):
+        if code == 0:
             step = next_steps.after_stage(config.facts, base, sweep=sweeping)
         if step is not None:
             step.show()

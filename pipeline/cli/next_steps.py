@@ -26,7 +26,7 @@ from pipeline.config.stages import StageFacts
 from stages.core.errors import CannotBeJudged
 from stages.core.streams import program_name
 from stages.engines.config import BackendConfig, InterpreterConfig
-from stages.policies.policy import FP16_POLICY, KVShape
+from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate, is_blind
 from stages.workloads.config import LONG
 
@@ -136,14 +136,6 @@ def serving(engine: Path, backend: BackendConfig | None = None) -> str:
     return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)), path)
 
 
-def champion_call(config: Config, name: str) -> str:
-    """Return the Python call that loads the champion of the registered model `name` from the configured store."""
-    arguments = {"tracking_uri": config.tracking.uri, "workdir": config.workdir, "trusted": list(config.signing.trusted)}
-    defaults = {"tracking_uri": None, "workdir": _defaults()["workdir"], "trusted": []}
-    changed = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
-    return f"pipeline.api.champion({', '.join([repr(name), *changed])})"
-
-
 def after_promotion(config: Config, engine: Path) -> NextStep:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={written(str(engine))}"
@@ -234,12 +226,9 @@ def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str
     ladder = load_policies("kv", config.backend.finer)
     finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > largest and policy.name not in names), None)
     if finer is None:
-        if largest >= FP16_POLICY.bytes_per_token(SHAPE):
-            return NextStep("no finer policy is left")
-        if isinstance(config.backend, InterpreterConfig):  # most of these libraries hold one format in all layers
-            return NextStep("no finer policy is left; stay with kv=fp16")
         place = "docs/policies.md#change-a-policy-on-the-command-line"
-        return NextStep(f"stay with kv=fp16, or keep single layers in 16 bits with kv.overrides ({place})")
+        why = f"no finer policy is left: stay with kv=fp16, or keep single layers in 16 bits with kv.overrides ({place})"
+        return NextStep(why)
     still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
     # The earlier attempts judged other candidates, so counting starts again.
     attempt = ["gates.attempt=1"] if config.gates.attempt > 1 else []
