@@ -142,8 +142,6 @@ class PrunePlan:
     """Bytes freed by the removal. Files that a kept artifact still links to are not counted."""
     kept: dict[str, int]
     """Reason to keep (such as `champion of MODEL`) -> number of pieces. A piece with several reasons counts for the first."""
-    unpromotable: tuple[str, ...]
-    """Registered versions whose evidence is removed."""
 
 
 def prune(config: Config) -> None:
@@ -184,16 +182,9 @@ def make_plan(config: Config) -> PrunePlan:
     removable = [piece for piece in inventory.pieces if piece.place not in users]
     order = {kind: number for number, kind in enumerate(FIRST)}
     removable.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
-    removed = {piece.place for piece in removable}
-    unpromotable = tuple(
-        f"version {version.number} of {model.name} ({version.name})"
-        for model in inventory.models
-        for version in model.versions.values()
-        if inventory.identity_places.get(version.identity_digest) in removed
-    )
     needed = [piece for piece in inventory.pieces if piece.place in users]
     freed_bytes = distinct_bytes(inventory.pieces) - distinct_bytes(needed)
-    return PrunePlan(tuple(removable), freed_bytes, dict(Counter(users.values())), unpromotable)
+    return PrunePlan(tuple(removable), freed_bytes, dict(Counter(users.values())))
 
 
 def _check_known(config: Config, inventory: Inventory) -> None:
@@ -232,5 +223,3 @@ def _print(plan: PrunePlan, *, applied: bool) -> None:
         console.say("Nothing to remove: everything is needed")
     for user, count in plan.kept.items():
         console.say(f"stays: {count} for {user}")
-    for version in plan.unpromotable:
-        console.say(console.note(f"{version} must be judged again before it can be promoted"))

@@ -161,7 +161,6 @@ def test_prune_lists_files_and_removes_nothing_by_default(ground: Ground, capsys
     output = capsys.readouterr().out
     assert contents(ground.work) == before
     assert "prune.keep_sweeps=1 prune.apply=true" in output
-    assert "version 1 of kvgate-some-llm (int8_tensor) must be judged again before it can be promoted" in output
 
 
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity", "nothing: older rules judged it"])
