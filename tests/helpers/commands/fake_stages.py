@@ -4,13 +4,13 @@ The content of a file depends on the same inputs as in the real stage. Calibrate
 only on the checkpoint, and measurements depend on the time of the run.
 """
 
-import ast
 import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature, signature
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ import pytest
 from helpers.verdicts.engine_records import conformance, engine_conformance
 from helpers.verdicts.reports import answered, every_class, report
 from pipeline.chain import engine_steps, inputs, verdict_steps
-from stages.core import errors
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest
 from stages.core.files import link_or_copy
@@ -31,7 +30,6 @@ from stages.policies.scales import SCALES_FILE
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CODE = "stages.core.errors"
-STAGES = Path(errors.__file__).parents[1]
 QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(60)]
 LOST = {"int4_tensor": 128}
 """Policy -> number of answers that the policy loses."""
@@ -128,23 +126,9 @@ def join(rounds: Sequence[tuple[object, str]], config: Any, engine: str, baselin
     return SimpleNamespace(report=joined, rows=rows, write=write)
 
 
-def real_signature(module: str, name: str) -> Signature:
-    """Return the parameters of a function of `stages`, without importing its module, which may load torch."""
-    tree = ast.parse((STAGES / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    arguments = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name).args
-    required = len(arguments.args) - len(arguments.defaults)
-    plain = [_parameter(argument.arg, number < required) for number, argument in enumerate(arguments.args)]
-    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return Signature(plain + [_parameter(argument.arg, value is None, Parameter.KEYWORD_ONLY) for argument, value in keywords])
-
-
-def _parameter(name: str, required: bool, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:
-    return Parameter(name, kind, default=Parameter.empty if required else None)
-
-
 def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the real function's parameters that passes on only the arguments that `fake` declares."""
-    real, parameters = real_signature(module, name), signature(fake).parameters
+    real, parameters = signature(getattr(import_module(f"stages.{module}"), name)), signature(fake).parameters
 
     def call(*arguments: Any, **options: Any) -> Any:
         bound = real.bind(*arguments, **options).arguments
