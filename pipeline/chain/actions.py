@@ -51,19 +51,17 @@ def build(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Judge the engine against the baseline (the engine with an FP16 cache), and register it."""
     config, steps, store = run.config, run.verdict_steps, run.registry
-    read = config.model_dump(mode="json", exclude=UNREAD)
-    recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, read)
-    with recorded as run_id:
-        evaluation = steps.report()
-        with show_progress("deciding"):
-            report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-            verdict = decide(report, rows, config.gates)
-        sealed = steps.identity(evaluation, verdict).path
-        evidence = Evidence(sealed, read_identity(sealed / IDENTITY_FILE), report, rows, None)
-        candidate = evidence.candidate(run.label)
-        if store is not None:
-            with show_progress("registering the engine"):
-                candidate = store.register(run_id, candidate, evidence.rows)
+    evaluation = steps.report()
+    with show_progress("deciding"):
+        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
+        verdict = decide(report, rows, config.gates)
+    sealed = steps.identity(evaluation, verdict).path
+    evidence = Evidence(sealed, read_identity(sealed / IDENTITY_FILE), report, rows, None)
+    candidate = evidence.candidate(run.label)
+    if store is not None:
+        read = config.model_dump(mode="json", exclude=UNREAD)
+        with show_progress("registering the engine"):
+            candidate = store.register(candidate, rows, sweep=run.sweep, config=read)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, quick_check=config.workloads.is_quick_check)
     if store is not None:

@@ -1,9 +1,7 @@
 """Reads and writes the tracking store. Importing this module imports MLflow, which takes 2 s: import it inside functions.
 
-A candidate is a top-level run, because nested runs collapse in MLflow's charts. The run's name ends with the verdict, because
-MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run. The process of an open run holds a
-lock, whose name is a tag of the run. The system releases the lock when the process dies. A run that is RUNNING while its
-lock is free therefore belongs to a dead process, and the next command that opens the store closes this run.
+A candidate is a top-level run, because nested runs collapse in MLflow's charts. The run is written after the verdict. Its name
+ends with the verdict, because MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run.
 
 An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
 evidence, so judging the same engine again, in any sweep, does not create a second version.
@@ -14,12 +12,11 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, Literal, cast
 
 from mlflow import MlflowClient
@@ -31,14 +28,12 @@ from pipeline.registry import run_content
 from pipeline.registry.store_errors import check_reachable, store_errors
 from pipeline.registry.store_files import check_files, follow_move
 from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, LostFiles, RegisteredModel, Version
-from pipeline.store.locks import locked, locked_at_once
-from stages.core.errors import UserError, describe
+from pipeline.store.locks import locked
+from stages.core.errors import UserError
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
-LOCK = "lock"
-"""Tag of a run with the name of its lock, a file in `Location.runs`."""
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
 """Loggers to silence: they log migrations, tracebacks of exceptions that are raised anyway, and texts that MLflow truncates."""
@@ -137,7 +132,7 @@ class RegistryReader:
 
 class MlflowStore(RegistryReader):
     def __init__(self, location: Location) -> None:
-        """Open or create the store; close runs of dead processes. Raises UserError for a copy or a deleted experiment."""
+        """Open or create the store. Raises UserError for a copy or a deleted experiment."""
         self.lock = location.lock
         try:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
@@ -149,13 +144,6 @@ class MlflowStore(RegistryReader):
             with suppress(MlflowException):  # it exists already
                 description = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=description)
-        self._locks = location.runs / self.experiment_id
-        # Close the runs of dead processes. Unless the store is a SQLite file, only this work directory's runs have locks here.
-        with locked(self.lock, "closing runs"):
-            for lock in self._locks.glob("*"):
-                with locked_at_once(lock) as died:
-                    if died:
-                        self._close(lock, "KILLED")
 
     def _experiment(self) -> str:
         name = self.location.experiment
@@ -170,67 +158,44 @@ class MlflowStore(RegistryReader):
 
     # Runs
 
-    @contextmanager
-    def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
-        """Open a candidate's run for the block and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
-        lock = self._locks / token_hex(8)
-        with ExitStack() as stack:
-            with locked(self.lock, "beginning a run"):
-                lock.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked_at_once(lock))
-            status = "FAILED"
-            try:
-                tags = {"sweep": sweep, "kv": kv, "backend": backend, LOCK: lock.name, "mlflow.runColor": run_content.UNDECIDED}
-                run_id = self._create_run(kv, {name: redact_text(text) for name, text in tags.items()})
-                self.client.log_batch(
-                    run_id, params=[Param(name, value) for name, value in run_content.flat_params(config).items()]
-                )
-                try:
-                    yield run_id
-                except Exception as error:
-                    with suppress(MlflowException):  # a failing store must not replace the command's own error
-                        self.client.set_tag(run_id, "reasons", redact_text(describe(error)))
-                    raise
-                status = "FINISHED"
-            except (KeyboardInterrupt, SystemExit):
-                status = "KILLED"
-                raise
-            finally:
-                self._close(lock, status)
+    def register(
+        self, candidate: Candidate, rows: Sequence[SampleRow] = (), *, sweep: str, config: Mapping[str, object]
+    ) -> Candidate:
+        """Register an engine, and log its verdict, metrics and answers; return the candidate with its run and version."""
+        tables = {name: table for name, table in run_content.run_tables(candidate, rows).items() if table}
+        model, about = self.location.model_name, run_content.description(candidate)
+        run_id = self._begin_run(f"{candidate.name}: {candidate.verdict}", sweep)
+        version, model_id = self._add_version(candidate, run_id)
+        fetch = f"mlflow artifacts download --artifact-uri models:/{model}/{version} --dst-path engine"
+        tags = {
+            "kv": candidate.name,
+            "backend": candidate.backend,
+            "verdict": candidate.verdict,
+            "reasons": "; ".join(candidate.reasons),
+            **candidate.citations,
+            **({"checkpoint_digest": candidate.checkpoint} if candidate.checkpoint is not None else {}),
+            "model_version": version,
+            "mlflow.runColor": run_content.COLOURS.get(candidate.verdict, run_content.UNDECIDED),
+            "mlflow.note.content": f"{about}\n\nRegistered as version {version} of `{model}`:\n\n```sh\n{fetch}\n```",
+            # MLflow's own `log_table` sends eight requests per table.
+            "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
+        }
+        params = [Param(name, value) for name, value in run_content.flat_params(config).items()]
+        self.client.log_batch(run_id, params=params)
+        self._log(run_id, tags, run_content.candidate_metrics(candidate), model_id)
+        for name, table in tables.items():
+            self.client.log_text(run_id, run_content.table_text(table), name)
+        self.attach(run_id, [candidate.report.path])
+        self.client.set_terminated(run_id, "FINISHED")
+        self._show_baseline(candidate, sweep)
+        return candidate.model_copy(update={"run_id": run_id, "version": version})
 
-    def _close(self, lock: Path, status: str) -> None:
-        """Close the open runs with this lock: the candidate's, and the baseline's if it is open."""
-        query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
-        for run in self.client.search_runs([self.experiment_id], query):
-            self.client.set_terminated(run.info.run_id, status)
-        lock.unlink(missing_ok=True)
-
-    def _create_run(self, title: str, tags: Mapping[str, str]) -> str:
-        owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
-        return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
-
-    def _show_baseline(self, run_id: str, candidate: Candidate) -> None:
-        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did."""
-        metrics = run_content.baseline_metrics(candidate)
-        if not metrics:
-            return
-        tags_of_run = self.client.get_run(run_id).data.tags
-        tags = {"sweep": tags_of_run["sweep"], "baseline_digest": candidate.baseline.digest, "verdict": "baseline"}
-        query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
-        with locked(self.lock, "logging the baseline"):
-            if not self.client.search_runs([self.experiment_id], query, max_results=1):
-                baseline = self._create_run(
-                    "fp16: baseline", {**tags, LOCK: tags_of_run[LOCK], "mlflow.runColor": run_content.UNDECIDED}
-                )
-                self._log(baseline, {}, metrics)
-                self.client.set_terminated(baseline, "FINISHED")
-
-    def attach(self, run_id: str, files: Sequence[Path]) -> None:
-        """Log files as artifacts of a run, with secrets removed. The run may have ended."""
-        with tempfile.TemporaryDirectory() as scratch:
-            for path in files:
-                run_content.copy_redacted(path, Path(scratch) / path.name)
-            self.client.log_artifacts(run_id, scratch)
+    def _begin_run(self, title: str, sweep: str) -> str:
+        """Create a run and return its id. It counts as FAILED until it is complete, so a killed command leaves no open run."""
+        tags = {"sweep": sweep, "mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
+        run_id = str(self.client.create_run(self.experiment_id, tags=tags, run_name=title).info.run_id)
+        self.client.set_terminated(run_id, "FAILED")
+        return run_id
 
     def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str | None = None) -> None:
         now = int(time.time() * 1000)
@@ -240,30 +205,26 @@ class MlflowStore(RegistryReader):
             tags=[RunTag(name, redact_text(value)) for name, value in tags.items()],
         )
 
-    def register(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
-        """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its version."""
-        version, model_id = self._add_version(candidate, run_id)
-        tables = {name: table for name, table in run_content.run_tables(candidate, rows).items() if table}
-        model, about = self.location.model_name, run_content.description(candidate)
-        fetch = f"mlflow artifacts download --artifact-uri models:/{model}/{version} --dst-path engine"
-        tags = {
-            "verdict": candidate.verdict,
-            "reasons": "; ".join(candidate.reasons),
-            **candidate.citations,
-            **({"checkpoint_digest": candidate.checkpoint} if candidate.checkpoint is not None else {}),
-            "model_version": version,
-            "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
-            "mlflow.runColor": run_content.COLOURS.get(candidate.verdict, run_content.UNDECIDED),
-            "mlflow.note.content": f"{about}\n\nRegistered as version {version} of `{model}`:\n\n```sh\n{fetch}\n```",
-            # MLflow's own `log_table` sends eight requests per table.
-            "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
-        }
-        self._log(run_id, tags, run_content.candidate_metrics(candidate), model_id)
-        for name, table in tables.items():
-            self.client.log_text(run_id, run_content.table_text(table), name)
-        self.attach(run_id, [candidate.report.path])
-        self._show_baseline(run_id, candidate)
-        return candidate.model_copy(update={"run_id": run_id, "version": version})
+    def _show_baseline(self, candidate: Candidate, sweep: str) -> None:
+        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did."""
+        metrics = run_content.baseline_metrics(candidate)
+        if not metrics:
+            return
+        tags = {"baseline_digest": candidate.baseline.digest, "verdict": "baseline"}
+        wanted = [f"tags.{name} = '{value}'" for name, value in {"sweep": sweep, **tags}.items()]
+        query = " and ".join(["attributes.status = 'FINISHED'", *wanted])
+        with locked(self.lock, "logging the baseline"):
+            if not self.client.search_runs([self.experiment_id], query, max_results=1):
+                run_id = self._begin_run("fp16: baseline", sweep)
+                self._log(run_id, {**tags, "mlflow.runColor": run_content.UNDECIDED}, metrics)
+                self.client.set_terminated(run_id, "FINISHED")
+
+    def attach(self, run_id: str, files: Sequence[Path]) -> None:
+        """Log files as artifacts of a run, with secrets removed. The run may have ended."""
+        with tempfile.TemporaryDirectory() as scratch:
+            for path in files:
+                run_content.copy_redacted(path, Path(scratch) / path.name)
+            self.client.log_artifacts(run_id, scratch)
 
     # Engines
 

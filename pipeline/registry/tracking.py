@@ -50,11 +50,6 @@ class Location:
         return self.file is None or self.file.is_dir() or (self.file.is_file() and self.file.stat().st_size > 0)
 
     @property
-    def runs(self) -> Path:
-        """Folder of the locks of open runs."""
-        return self.lock.with_suffix(".runs")
-
-    @property
     def served(self) -> bool:
         return self.uri.startswith(("http://", "https://"))
 

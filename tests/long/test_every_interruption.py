@@ -41,7 +41,7 @@ def judge_and_check(folder: Path) -> RunResult:
     assert hidden == []
     assert list((work / "artifacts" / ".partial").glob("*/*")) == []
     store = open_tracking(work)
-    assert {run.info.status for run in store.client.search_runs([store.experiment_id])} <= {"FINISHED", "FAILED", "KILLED"}
+    assert "FINISHED" in {run.info.status for run in store.client.search_runs([store.experiment_id])}
     assert len(store.read().versions) == 1
     last = summary.load(work)
     assert ([candidate.name for candidate in last.candidates], last.exit_codes) == (["fp8"], {1: 0})

@@ -60,28 +60,27 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
 def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> RunResult:
     """Judge and register one policy, like a command with one job."""
     opened = open_tracking(work, uri)
-    with opened.candidate(sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
-        quantized, engine = build(work, checkpoint, policy)
+    quantized, engine = build(work, checkpoint, policy)
 
-        def measure(out: Path) -> None:
-            for number in range(PARTS):
-                part = out / f"part{number}"
-                if not part.exists():
-                    scratch = out / ".part"
-                    scratch.write_text(f"{engine.digest} {number}")
-                    scratch.replace(part)
-            (out / ".part").unlink(missing_ok=True)
+    def measure(out: Path) -> None:
+        for number in range(PARTS):
+            part = out / f"part{number}"
+            if not part.exists():
+                scratch = out / ".part"
+                scratch.write_text(f"{engine.digest} {number}")
+                scratch.replace(part)
+        (out / ".part").unlink(missing_ok=True)
 
-        recipe = Recipe("round", CODE, {"kv": policy}, {"engine": engine.digest})
-        measured = Store(work / "artifacts").make(recipe, measure, resumable=True)
+    recipe = Recipe("round", CODE, {"kv": policy}, {"engine": engine.digest})
+    measured = Store(work / "artifacts").make(recipe, measure, resumable=True)
 
-        def report(out: Path) -> None:
-            judged_candidate(out, policy, metrics={})
+    def report(out: Path) -> None:
+        judged_candidate(out, policy, metrics={})
 
-        judged = Store(work / "artifacts").make(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
-        tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
-        candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
-        registered = opened.register(run, candidate)
+    judged = Store(work / "artifacts").make(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
+    tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
+    candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
+    registered = opened.register(candidate, sweep=sweep, config={"kv": {"name": policy}})
     summary.record(work, sweep, registered)
     summary.finish(work, sweep, 0)
     assert registered.version

@@ -49,8 +49,7 @@ def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> None:
 def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     """Judge and register an engine, leaving the same files as `stage=evaluate`."""
     candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"version": ""})
-    with store.candidate(sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
-        registered = store.register(run, candidate)
+    registered = store.register(candidate, sweep=sweep, config={})
     summary.begin(work, sweep, [registered.name])
     summary.record(work, sweep, registered)
     summary.finish(work, sweep, 0)

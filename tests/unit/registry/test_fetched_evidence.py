@@ -38,9 +38,7 @@ class Fleet:
         evidence = judged_engine(work / "artifacts", workloads or SAMPLES, kv=kv)
         metrics = {"quality/covered_tokens": 1024.0, "quality/covered_batch": 2.0}
         candidate = candidate_of(evidence).model_copy(update={"version": "", "metrics": metrics})
-        store = self.store()
-        with store.candidate(kv, kv, "onnxruntime", {}) as run:
-            summary.record(work, kv, store.register(run, candidate))
+        summary.record(work, kv, self.store().register(candidate, sweep=kv, config={}))
 
     def arguments(self, *overrides: str, work: Path | None = None) -> list[str]:
         where = f"workdir={work or self.serving}", f"tracking.uri={self.uri}", f"tracking.model_name={self.name}"

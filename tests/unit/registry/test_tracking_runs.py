@@ -13,7 +13,7 @@ from helpers.verdicts.reports import row
 
 from pipeline.chain.job_run import open_store
 from pipeline.config.config import Tracking
-from pipeline.registry.mlflow_store import LOCK, MlflowStore
+from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.run_content import COLOURS
 from pipeline.registry.store_files import path_of
 from pipeline.registry.tracking import Version, locate
@@ -45,8 +45,7 @@ def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) ->
 
 
 def track_one(store: MlflowStore, candidate: Candidate, sweep: str) -> Candidate:
-    with store.candidate(sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
-        return store.register(run, candidate)
+    return store.register(candidate, sweep=sweep, config={"kv": {"name": candidate.policy}})
 
 
 def version(store: MlflowStore, candidate: Candidate) -> Version:
@@ -60,8 +59,8 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
 
 def test_a_sweep_has_runs_of_candidates_and_of_the_fp16_engine(store: MlflowStore, tmp_path: Path) -> None:
     figures: dict[str, Any] = {"quality/kl_mean": 0.01, "baseline/kib_per_token": 4.0}
-    with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        registered = store.register(run, judged(tmp_path, "fp8", "PASS", **figures), [row("copy", 1, True, False)])
+    candidate, config = judged(tmp_path, "fp8", "PASS", **figures), {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}
+    registered = store.register(candidate, [row("copy", 1, True, False)], sweep="s1", config=config)
     lost = judged(tmp_path, "int4", "FAIL", **figures)
     failed = track_one(
         store, lost.model_copy(update={"baseline": registered.baseline, "reasons": ("copy: 9 of 9 answers lost",)}), "s1"
@@ -94,35 +93,20 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     config = {"hub_token": SECRET, "data": {"uri": f"s3://k:{SECRET}@bucket"}, "note": f"password={SECRET} {'a' * 9000}"}
     reasons = (f"cannot read https://u:{SECRET}@host", "a" * 9000)  # MLflow cuts long tags and parameters
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
-    with store.candidate("secrets", "int4", "onnxruntime", config) as run:
-        store.register(run, candidate, [row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")])
+    answer = row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")
+    store.register(candidate, [answer], sweep="secrets", config=config)
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "reason"),
-    [
-        (UserError(f"no GPU at https://me:{SECRET}@host"), "FAILED", "no GPU at https://***@host"),
-        (KeyboardInterrupt(), "KILLED", None),
-        (SystemExit(), "KILLED", None),
-    ],
-)
-def test_a_run_that_does_not_end_well_is_closed_as_such(
-    store: MlflowStore, error: BaseException, status: str, reason: str | None
-) -> None:
-    runs = list[str]()
-
-    def ends() -> None:
-        with store.candidate("s", "ends", "onnxruntime", {}) as run_id:
-            runs.append(run_id)
-            raise error
-
-    with pytest.raises(type(error)):
-        ends()
-    (run,) = map(store.client.get_run, runs)
-    assert (run.info.status, run.data.tags.get("reasons")) == (status, reason)
+def test_a_run_that_cannot_be_completed_is_closed_as_failed(store: MlflowStore, tmp_path: Path) -> None:
+    candidate = judged(tmp_path, "incomplete")
+    candidate.report.path.unlink()
+    with pytest.raises(FileNotFoundError):
+        track_one(store, candidate, "failing")
+    (run,) = store.client.search_runs([store.experiment_id], "tags.sweep = 'failing'")
+    assert run.info.status == "FAILED"
 
 
 def test_an_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
@@ -173,20 +157,6 @@ def test_a_version_has_its_evidence_and_optionally_its_bundle(
     assert {"kv_policy.json", "report.json", "verdict.json"} <= {path.name for path in root.iterdir()}
     assert (root / "engine").exists() == log_bundle
     assert not log_bundle or files_digest(tree_files(root / "engine")) == registered.engine.digest
-
-
-def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore) -> None:
-    locks = store.location.runs / store.experiment_id
-    locks.mkdir(parents=True, exist_ok=True)
-    (locks / "dead").touch()
-    dead, elsewhere, somebodys = (
-        store.client.create_run(store.experiment_id, tags=tags).info.run_id for tags in ({LOCK: "dead"}, {LOCK: "0123"}, {})
-    )
-    with store.candidate("s", "alive", "onnxruntime", {}) as alive:
-        MlflowStore(store.location)
-        status = {run_id: store.client.get_run(run_id).info.status for run_id in (dead, elsewhere, somebodys, alive)}
-    assert status == {dead: "KILLED"} | dict.fromkeys((elsewhere, somebodys, alive), "RUNNING")
-    assert list(locks.glob("*")) == []
 
 
 def test_a_copied_work_directory_never_writes_to_the_original(store: MlflowStore, work: Path) -> None:
