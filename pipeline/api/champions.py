@@ -1,20 +1,18 @@
 """`champion`: finds the serving engine in the registry, verifies and loads it."""
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 from pipeline.api.calls import compose, path_argument, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.config.config import Config
-from pipeline.evidence.findings import require_same
-from pipeline.evidence.reading import Evidence, download_evidence, identities, registered_evidence, write_questions
-from pipeline.evidence.verify import replay
-from pipeline.registry.tracking import locate
+from pipeline.evidence.identity import read_identity
+from pipeline.evidence.verify import registered_engines
+from pipeline.registry.tracking import NoEngine, locate
 from stages.checkpoints.places import checkpoint_label
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.workloads.user_files import user_content
 
 
 @raises_refusals
@@ -50,21 +48,25 @@ def champion(
     """
     if not isinstance(model, str | Path):
         raise UserError(f"model={model!r}: is not a model; give the registered one, or the checkpoint")
-    samples_path = None if samples is None else path_argument("samples", samples)
     if not isinstance(trusted, str | Path | Sequence):
         raise UserError(f"trusted={trusted!r}: is not a list of files; give the files of public keys, or leave it out")
     # The configuration of a command that only reads.
-    settings = {"stage": "verify", "bundle": ".", "workdir": workdir, "tracking.uri": tracking_uri}
-    config = compose({**settings, "signing.trusted": [trusted] if isinstance(trusted, str | Path) else list(trusted)})
+    settings: dict[str, object] = {"stage": "verify", "bundle": ".", "workdir": workdir, "tracking.uri": tracking_uri}
+    settings["signing.trusted"] = [trusted] if isinstance(trusted, str | Path) else list(trusted)
+    if samples is not None:
+        path = path_argument("samples", samples)
+        kind = "documents" if path.is_dir() else "jsonl"
+        settings |= {"workloads": kind, f"workloads.{kind}": path}
+    config = compose(settings)
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgate-")))
-        loaded = load(_fetch_verified(config, str(model), scratch, samples_path), threads=threads)
+        loaded = load(_fetch_verified(config, str(model), stack), threads=threads)
         loaded.downloaded = stack.pop_all()
     return loaded
 
 
-def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
-    from pipeline.registry.mlflow_store import RegistryReader
+def _fetch_verified(config: Config, model: str, stack: ExitStack) -> Path:
+    """Return the champion's engine. A downloaded engine is removed when `stack` closes."""
+    from pipeline.registry.mlflow_store import MlflowStore, RegistryReader
 
     config.signing.check()
     location = locate(config.tracking, config.work, checkpoint_label(model))
@@ -76,27 +78,16 @@ def _fetch_verified(config: Config, model: str, scratch: Path, samples: Path | N
     version = reader.champion(names)
     if version is None:
         raise UserError(f"model={model}: the registry has no champion of {' or '.join(names)}; promote one, or give another")
-    champion_name, why = f"version {version.number}, the champion of {model}", ""
-    evidence: Evidence | None = None
+    engines = stack.enter_context(registered_engines(cast(MlflowStore, reader), config, decides=False))
     try:
-        evidence = registered_evidence(identities(config.artifacts), version)
-    except GateRefusal as error:  # another work directory judged it, or an older kvgate
-        why = f" ({error})"
-    if evidence is None or evidence.engine is None:
-        try:
-            evidence = download_evidence(reader, version, scratch)
-        except GateRefusal as error:
-            raise GateRefusal(f"the champion of {model}, {error}") from error
-        copy = evidence.directory
-        if not (copy / "engine").is_dir():
-            raise MissingRequirement(
-                f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
-                "tracking.log_bundle=true, or give the workdir that judged it"
+        champion = engines.find(version, fetched=True)
+        asked = read_identity(champion.candidate.identity.path).workloads_file
+        if config.workloads.user_path is not None and asked is None:
+            raise UserError(
+                f"samples={config.workloads.user_path}: the champion was judged on generated samples alone; leave it out"
             )
-        if samples is not None and evidence.workloads_file is not None:  # where the evidence expects them
-            write_questions(evidence.workloads_file, user_content("samples", samples))
-    if samples is not None and evidence.workloads_file is None:
-        raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
-    require_same(champion_name, replay(evidence, config.signing))
-    assert evidence.engine is not None, "a replay without the engine is missing something"
-    return evidence.engine
+        champion.verify()
+    except (GateRefusal, MissingRequirement) as error:
+        kind = MissingRequirement if isinstance(error, NoEngine) else type(error)
+        raise kind(f"the champion of {model}, {version}: {error}") from error
+    return champion.candidate.engine.path

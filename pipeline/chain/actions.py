@@ -14,7 +14,7 @@ from pipeline.cli.upkeep import prune, show_status
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage
-from pipeline.evidence.findings import require_same
+from pipeline.evidence.findings import first_refusal
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, read_evidence, with_questions
 from pipeline.evidence.verify import replay
@@ -198,7 +198,9 @@ def verify(run: Run) -> None:
     for evidence, findings in replays:
         identity = evidence.identity
         console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))
-    require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
+    refusal = first_refusal([finding for _, findings in replays for finding in findings])
+    if refusal is not None:
+        raise type(refusal)(f"bundle={directory}: {refusal}")
 
 
 ACTIONS: dict[Stage, Callable[[Run], None]] = {

@@ -1,11 +1,10 @@
 """The run of one job: its configuration, the steps whose artifacts it makes, and the registered engines."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from pipeline.chain.engine_steps import EngineSteps
@@ -13,13 +12,12 @@ from pipeline.chain.verdict_steps import VerdictSteps
 from pipeline.cli import tables
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config, Tracking
-from pipeline.evidence.reading import add_questions, download_evidence, identities
-from pipeline.evidence.verify import registered_engine
+from pipeline.evidence.verify import registered_engines
 from pipeline.registry.promotion import Engines
-from pipeline.registry.tracking import Version, locate
-from pipeline.store.store import Store, scratch_folder
+from pipeline.registry.tracking import locate
+from pipeline.store.store import Store
 from stages.core.artifact import Artifact
-from stages.core.errors import GateRefusal, UserError
+from stages.core.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -82,31 +80,11 @@ class Run:
 
     @contextmanager
     def engines(self, *, decides: bool = True) -> Iterator[Engines]:
-        """Open the registered engines, with their evidence in the work directory. Raises UserError if tracking is off.
-
-        Evidence that is downloaded from the registry is removed after the block. `decides`: whether the configured gates decide
-        again.
-        """
+        """Open the registered engines. Raises UserError if tracking is off. See `registered_engines`."""
         store = self.registry
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
         if not self.config.facts.judges:  # an evaluation named it already
             tables.print_registry(store.location)
-        directories, gates = identities(self.config.artifacts), self.config.gates if decides else None
-        with ExitStack() as stack:
-
-            def fetch(version: Version) -> None:
-                if self.config.dry:  # writes nothing to the work directory
-                    folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvgate-")))
-                else:
-                    folder = stack.enter_context(scratch_folder(self.config.artifacts, "identity", version.identity_digest))
-                evidence = download_evidence(store, version, folder)
-                if evidence.engine is None:
-                    raise GateRefusal(
-                        f"{version} has no evidence in this workdir, and no engine in the registry: judge it with "
-                        "stage=evaluate tracking.log_bundle=true, or give the workdir that judged it"
-                    )
-                add_questions(evidence, self.config.workloads)
-                directories[version.identity_digest] = evidence.directory
-
-            yield Engines(store, partial(registered_engine, directories, self.config.signing, gates), fetch, self.config.dry)
+        with registered_engines(store, self.config, decides=decides) as engines:
+            yield engines

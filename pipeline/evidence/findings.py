@@ -26,12 +26,3 @@ def first_refusal(findings: Sequence[Finding]) -> GateRefusal | MissingRequireme
             if finding.status == status:
                 return refusal(str(finding))
     return None
-
-
-def require_same(what: str, findings: Sequence[Finding]) -> None:
-    """Raise GateRefusal if a finding of a replay differs, or else MissingRequirement if one is missing."""
-    names = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
-    if names["differs"]:
-        raise GateRefusal(f"{what} differs from the judged engine: {', '.join(names['differs'])}")
-    if names["missing"]:
-        raise MissingRequirement(f"{what} could not be verified, missing: {', '.join(names['missing'])}")

@@ -180,31 +180,20 @@ def download_evidence(registry: "RegistryReader", version: Version, folder: Path
         raise GateRefusal(f"{version}: {error}") from error
 
 
-def add_questions(evidence: Evidence, workloads: WorkloadsConfig) -> None:
-    """Copy the user's file of questions or texts to its place, if `workloads` names the file that was asked.
+def with_questions(evidence: Evidence, workloads: WorkloadsConfig, folder: Path) -> Evidence:
+    """Return evidence with the user's file of questions or texts, if it lacks the file and `workloads` names the judged file.
 
-    The registry has only the digest of the file. Raises UserError if the file cannot be read.
+    The file is copied into `folder`. The registry has only its digest. Raises UserError if the file cannot be read.
     """
-    place, key, path = evidence.workloads_file, workloads.user_key, workloads.user_path
-    if place is None or path is None:
-        return
+    key, path, copied = workloads.user_key, workloads.user_path, replace(evidence, questions=folder)
+    place = copied.workloads_file
+    if path is None or place is None or os.path.lexists(str(evidence.workloads_file)):
+        return evidence
     content = user_content(f"workloads.{key}", path)
     if sha256(content).hexdigest() == evidence.identity.link("evaluation").inputs.get(key):
-        write_questions(place, content)
-
-
-def with_questions(evidence: Evidence, workloads: WorkloadsConfig, folder: Path) -> Evidence:
-    """Return evidence whose questions are a copy in `folder`, if its directory has none. Arguments: see `add_questions`."""
-    if evidence.workloads_file is None or os.path.lexists(evidence.workloads_file):
-        return evidence
-    elsewhere = replace(evidence, questions=folder)
-    add_questions(elsewhere, workloads)
-    return elsewhere
-
-
-def write_questions(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    return copied
 
 
 def lineage(identity: Identity) -> list[Finding]:

@@ -17,19 +17,22 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from pipeline.config.config import Config
 from pipeline.config.signing import SigningConfig
 from pipeline.evidence.findings import Finding, first_refusal
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
-from pipeline.evidence.reading import Evidence, lineage, registered_evidence
-from pipeline.registry.promotion import RegisteredEngine
-from pipeline.registry.tracking import Version
+from pipeline.evidence.reading import Evidence, download_evidence, identities, lineage, registered_evidence, with_questions
+from pipeline.registry.promotion import Engines, RegisteredEngine
+from pipeline.registry.tracking import NoEngine, Version
 from pipeline.store.store import MANIFEST, read_manifest
 from stages.checkpoints.files import FILES_WITH_END_TOKENS, TOKENIZER_FILES
 from stages.core.digest import file_digest, kind_of, tree_entries
@@ -40,6 +43,9 @@ from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from stages.verdict.thresholds import Thresholds
 from stages.workloads.config import WorkloadsConfig
+
+if TYPE_CHECKING:
+    from pipeline.registry.mlflow_store import MlflowStore
 
 BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
@@ -110,6 +116,30 @@ def registered_engine(
         workloads=frozenset(row.workload for row in evidence.rows),
         replay=lambda: first_refusal(replay(evidence, signing)),
     )
+
+
+@contextmanager
+def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool = True) -> Iterator[Engines]:
+    """Open the engines of a registry, with their evidence in the work directory.
+
+    Evidence that is downloaded from the registry is removed after the block. `decides`: whether the configured gates decide
+    again.
+    """
+    directories, gates = identities(config.artifacts), config.gates if decides else None
+    with ExitStack() as stack:
+
+        def fetch(version: Version) -> None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvgate-")))
+            evidence = download_evidence(registry, version, folder)
+            if not (evidence.directory / "engine").is_dir():
+                raise NoEngine(
+                    f"{version} has no evidence in this workdir, and no engine in the registry: judge it with "
+                    "stage=evaluate tracking.log_bundle=true, or give the workdir that judged it"
+                )
+            with_questions(evidence, config.workloads, evidence.directory)
+            directories[version.identity_digest] = evidence.directory
+
+        yield Engines(registry, partial(registered_engine, directories, config.signing, gates), fetch, config.dry)
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from pipeline.config.config import ENVIRONMENT, Tracking
-from stages.core.errors import MissingRequirement, UserError, short
+from stages.core.errors import GateRefusal, MissingRequirement, UserError, short
 from stages.core.redaction import holds_secret, redact_text
 from stages.core.strict import absolute_path
 
@@ -56,6 +56,10 @@ class Location:
 
 class LostFiles(MissingRequirement):
     """The registry has a version, but its files are gone."""
+
+
+class NoEngine(GateRefusal):
+    """The registry has the evidence of a version without its engine."""
 
 
 @dataclass(frozen=True)

@@ -200,20 +200,6 @@ def unfinished(root: Path, stage: str, key: str, *, resumable: bool) -> Path:
     return root / PARTIAL / stage / (key if resumable else f".{key}-{token_hex(8)}")
 
 
-@contextmanager
-def scratch_folder(root: Path, stage: str, key: str) -> Iterator[Path]:
-    """Yield an empty folder, and remove it after the block. If the process is killed, the next command removes the folder."""
-    target = root / Recipe.place(stage, key)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(lock_of(target), f"the {stage} {key[:12]}"):
-        folder = unfinished(root, stage, key, resumable=False)
-        folder.mkdir(parents=True)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return an artifact's manifest, or None if it is missing or unreadable; such an artifact is not used."""
     try:

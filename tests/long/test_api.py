@@ -177,7 +177,7 @@ def test_the_champion_is_found_by_checkpoint_or_model_name(work: Path, name: str
 def test_a_fetched_champion_is_verified_and_removed_on_close(work: Path, tmp_path: Path) -> None:
     store = f"sqlite:///{work}/mlflow.db"
     renamed = shutil.copyfile(SAMPLES, tmp_path / "renamed.jsonl")
-    with pytest.raises(MissingRequirement, match="missing: samples, made again"):
+    with pytest.raises(MissingRequirement, match="samples, made again: missing"):
         champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere")
     with champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere", samples=renamed) as engine:
         assert not engine.bundle.is_relative_to(work)
@@ -191,7 +191,7 @@ def test_an_altered_champion_is_refused(work: Path, tmp_path: Path) -> None:
     (identity,) = (work / "mlartifacts").rglob("identity.json")
     weights = identity.parent / "engine" / "weights.bin"
     fetch = partial(champion, "tiny", tracking_uri=f"sqlite:///{work}/mlflow.db", workdir=tmp_path, samples=SAMPLES)
-    wrong = {weights: "differs from the judged engine: engine: weights.bin", identity: "is not the one that the registry cites"}
+    wrong = {weights: "engine: weights.bin: differs", identity: "is not the one that the registry cites"}
     for file, expected in wrong.items():
         content = file.read_bytes()
         file.write_bytes(content + b"\n")

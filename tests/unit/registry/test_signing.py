@@ -124,7 +124,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(
         pytest.raises(GateRefusal, match=r"int8 is not promoted: signature: differs, no trusted key signed it"),
     ):
         engines.promote([candidate_of(forged)], "some-llm")
-    with pytest.raises(GateRefusal, match=r"differs from the judged engine: signature$"):
+    with pytest.raises(GateRefusal, match=r"^bundle=.*: signature: differs, no trusted key signed it"):
         verify_stage(stage_verify(forged, ours[1]))
 
 
@@ -140,7 +140,7 @@ def test_rollback_and_champion_need_a_trusted_signature(
     with pytest.raises(GateRefusal, match=r"cannot become the champion again: signature: differs, identity\.sig is missing"):
         rollback(Run(config))
     assert registry.aliases == {"champion": "2", "previous": "1"}
-    with pytest.raises(GateRefusal, match=r"version 1, the champion of tiny differs from the judged engine: signature$"):
+    with pytest.raises(GateRefusal, match=r"^the champion of tiny, version 1 \(int8\): signature: differs"):
         champion("tiny", workdir=tmp_path, trusted=[ours[1]])
 
 
