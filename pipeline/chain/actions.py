@@ -129,7 +129,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             move = engines.promote(judged, model, name)
         candidates = move.candidates
         with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
-            summary.note_champion(config.work, last.sweep, move.champion)
+            summary.note_champion(config.work, move.champion, last.sweep)
             tables.print_comparison(candidates)
             console.result("champion", console.Styled("green", move.message), champion=move.champion, message=move.message)
             tables.print_reasons_against(candidates, move)
@@ -150,8 +150,7 @@ def rollback(run: Run) -> None:
     with run.engines(decides=False) as engines, show_progress("replaying the evidence"):
         move = engines.rollback()
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
-        if (run.config.work / summary.FILE).exists():
-            summary.note(run.config.work, None, champion=move.champion)
+        summary.note_champion(run.config.work, move.champion)
     console.result("champion", move.message, champion=move.champion, message=move.message)
 
 

@@ -1,8 +1,7 @@
 """`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
 
-Only evaluations have summaries. `summary.json` is a copy of the summary that was written last. A promotion changes this copy
-and the summary of its sweep, a rollback only the copy. A sweep adds candidates only to its own summary, so concurrent commands
-lose no candidate. A promotion uses a summary only to know which candidates to consider.
+Only evaluations have summaries. `summary.json` is a copy of the summary that was written last. A sweep adds candidates only to
+its own summary, so concurrent commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
 """
 
 import os
@@ -122,37 +121,29 @@ def _read(workdir: Path, name: str) -> Summary | None:
     )
 
 
-def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], *, copied: bool = True) -> Summary:
-    """Change the summary of a sweep, and copy it to `summary.json` if `copied`. Without a sweep, change only `summary.json`."""
-    names = [FILE] if sweep is None else [f"{FOLDER}/{sweep}.json", *([FILE] if copied else [])]
+def _update(workdir: Path, sweep: str, change: Callable[[Summary], Summary]) -> Summary:
+    """Change the summary of a sweep, and copy it to `summary.json`."""
+    name = f"{FOLDER}/{sweep}.json"
     try:
-        (workdir / FOLDER if sweep is not None else workdir).mkdir(parents=True, exist_ok=True)
+        (workdir / FOLDER).mkdir(parents=True, exist_ok=True)
         with locked(workdir / f".{FILE}.lock", FILE):
-            summary = change(_read(workdir, names[0]) or Summary(sweep=sweep or ""))
-            for name in names:
-                write_atomically(workdir / name, summary.model_dump_json(indent=2) + "\n")
+            summary = change(_read(workdir, name) or Summary(sweep=sweep))
+            for written in (name, FILE):
+                write_atomically(workdir / written, summary.model_dump_json(indent=2) + "\n")
         return summary
     except OSError as error:
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
 
 
-def note(workdir: Path, sweep: str | None, **values: Any) -> Summary:
-    """Set fields of a sweep's summary, such as the champion or the exit code."""
+def note(workdir: Path, sweep: str, **values: Any) -> Summary:
+    """Set fields of a sweep's summary, such as the exit code."""
     return _update(workdir, sweep, lambda old: old.model_copy(update=values))
 
 
-def note_champion(workdir: Path, sweep: str, champion: str) -> None:
-    """Record the champion in the summary of its sweep and in `summary.json`.
-
-    If `summary.json` has candidates of another sweep, it keeps them. Otherwise a promotion from an older sweep would make it
-    the last sweep, from which stage=promote and stage=prune start.
-    """
-    last = _read(workdir, FILE)
-    if last is not None and last.candidates and last.sweep != sweep:
-        _update(workdir, None, lambda old: old.model_copy(update={"champion": champion}))
-        _update(workdir, sweep, lambda old: old.model_copy(update={"champion": champion}), copied=False)
-    else:
-        note(workdir, sweep, champion=champion)
+def note_champion(workdir: Path, champion: str, sweep: str = "") -> None:
+    """Record the champion in the summary of its sweep, and then in the last summary, so that it stays the last one."""
+    for name in dict.fromkeys(filter(None, (sweep, load(workdir).sweep))):
+        note(workdir, name, champion=champion)
 
 
 def begin(workdir: Path, sweep: str, names: Sequence[str], command: str | None = None) -> Summary:

@@ -11,7 +11,7 @@ from helpers.refusals import refused
 from pydantic import ValidationError
 
 from pipeline.evidence.retention import last_sweeps
-from pipeline.registry.summary import Summary, begin, finish, last_judged, load, note, note_champion, record, sweeps
+from pipeline.registry.summary import Summary, begin, finish, last_judged, load, note_champion, record, sweeps
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.verdict import Check, Gate, Verdict
@@ -34,7 +34,7 @@ def test_a_sweep_merges_by_model_and_name_another_starts_anew(tmp_path: Path) ->
     record(tmp_path, "one", fp8(name="int8", policy="int8"))
     record(tmp_path, "one", fp8(verdict="FAIL"))
     record(tmp_path, "one", fp8(model="another"))
-    note(tmp_path, None, champion="int8")
+    note_champion(tmp_path, "int8")
     assert [(c.model, c.name, c.verdict) for c in load(tmp_path).candidates] == [
         ("", "fp8", "FAIL"),
         ("", "int8", "PASS"),
@@ -48,16 +48,12 @@ def test_a_sweep_merges_by_model_and_name_another_starts_anew(tmp_path: Path) ->
 def test_a_promotion_from_an_older_sweep_does_not_make_it_the_last_one(tmp_path: Path) -> None:
     begin(tmp_path, "s1", ["fp8", "int8"])
     record(tmp_path, "s1", FP8)
-    note_champion(tmp_path, "s1", "fp8")
+    note_champion(tmp_path, "fp8", "s1")
     assert load(tmp_path) == load(tmp_path, "s1")
     begin(tmp_path, "s2", ["int8", "int4"])
     record(tmp_path, "s2", fp8(name="int8"))
-    note_champion(tmp_path, "s1", "int8")
-    assert [(load(tmp_path, sweep).sweep, load(tmp_path, sweep).champion) for sweep in (None, "s1", "s2")] == [
-        ("s2", "int8"),
-        ("s1", "int8"),
-        ("s2", None),
-    ]
+    note_champion(tmp_path, "int8", "s1")
+    assert [load(tmp_path, sweep).champion for sweep in (None, "s1", "s2")] == ["int8"] * 3
     assert [item.name for item in load(tmp_path).candidates] == ["int8"]
 
 
