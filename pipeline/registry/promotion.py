@@ -14,8 +14,8 @@ much shorter contexts than the champion is chosen only by name.
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT, ROLLED_BACK_TO = "rolled_back_by", "rolled_back_at", "rolled_back_to"
 """Tags of a version: who promoted it, when, and over which version; who rolled it back, when, and to which version."""
-TESTED_TOKENS, TESTED_BATCH = "quality/covered_tokens", "quality/covered_batch"
-"""Metrics: the longest context that the evaluation tested, in tokens, and the largest batch."""
+TESTED_TOKENS = "quality/covered_tokens"
+"""Metric: the longest context that the evaluation tested, in tokens."""
 MIN_TESTED_SHARE = 0.5
 """Minimum tested context of a candidate that is promoted without promote.name, as a share of the champion's tested context. The
 share is below 1 because two evaluations rarely ask questions of exactly the same lengths."""
@@ -87,22 +87,22 @@ class RegisteredEngine:
     """Checks the evidence again; returns the refusal if some part is not the same (`pipeline.evidence.findings`)."""
 
     @cached_property
-    def _problem(self) -> GateRefusal | MissingRequirement | None:
-        return self.replay()
+    def problem(self) -> GateRefusal | MissingRequirement | None:
+        """Refusal of an engine whose evidence differs, whose verdict is no PASS, or that exceeds its tested limits.
+
+        MissingRequirement if no part differs, but a file, a library or the user's questions are missing; None if all hold. The
+        evidence is replayed only once, because that takes seconds.
+        """
+        refusal = self.replay()
+        if refusal is None and self.candidate.verdict != "PASS":
+            reasons = "; ".join(self.candidate.reasons)
+            refusal = GateRefusal(f"judged again from its recorded samples, it is {self.candidate.verdict}: {reasons}")
+        return refusal or (None if self.beyond is None else GateRefusal(self.beyond))
 
     def verify(self) -> None:
-        """Check the evidence, the verdict and the limits again. The evidence is replayed only once, because that takes seconds.
-
-        Raises GateRefusal if some part differs, the verdict is no PASS, or the engine exceeds its tested limits;
-        MissingRequirement if no part differs, but a file, a library or the user's questions are missing.
-        """
-        if self._problem is not None:
-            raise self._problem
-        if self.candidate.verdict != "PASS":
-            reasons = "; ".join(self.candidate.reasons)
-            raise GateRefusal(f"judged again from its recorded samples, it is {self.candidate.verdict}: {reasons}")
-        if self.beyond is not None:
-            raise GateRefusal(self.beyond)
+        """Raise the refusal of `problem`, if there is one."""
+        if self.problem is not None:
+            raise self.problem
 
     def __str__(self) -> str:
         return f"version {self.candidate.version} ({self.candidate.name})"
@@ -153,9 +153,6 @@ class Engines:
                 engine = self.read(version)
         return engine
 
-    def _verify(self, candidate: Candidate) -> None:
-        self.find(self.model.versions[candidate.version]).verify()
-
     def promote(self, judged: Sequence[Candidate], model: str, name: str | None = None) -> PromotionMove:
         """Make the best candidate that passed the champion, or the candidate that the user requested by `name`.
 
@@ -167,19 +164,13 @@ class Engines:
         rolled_back = self._rollback_times()
         excluded = self._excluded(candidates, rolled_back) if name is None else {}
         best = choose_champion(candidates, excluded)
-        rival = self._incumbent(candidates) if name is None else None
+        rival, stays = self._compare_champion(candidates, best, excluded) if name is None else (None, False)
         compared = tuple(candidates if rival is None else [*candidates, rival])
-        if rival is not None and choose_champion([best, rival]) is rival:
-            try:
-                with _competes(rival.name):
-                    self._verify(rival)
-            except GateRefusal as error:
-                excluded[rival.report.digest] = f"cannot stay the champion: {error}"
-            else:
-                message = f"{rival.name} (version {rival.version}) stays the champion"
-                return PromotionMove(rival.name, message, compared, excluded)
+        if rival is not None and stays:
+            message = f"{rival.name} (version {rival.version}) stays the champion"
+            return PromotionMove(rival.name, message, compared, excluded)
         try:
-            self._verify(best)
+            self.find(self.model.versions[best.version]).verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         before = route_of(self.model, CHAMPION)
@@ -211,21 +202,9 @@ class Engines:
 
     def _planned(self, move: Move) -> str:
         """Return a sentence about a move that a dry run does not make."""
-        return (
-            f"would move the champion of {self.model.name} from {self._tested(move.before.now)} to "
-            f"{self._tested(move.after.now)}; previous becomes {self._tested(move.after.previous)}"
-        )
-
-    def _tested(self, number: str | None) -> str:
-        """Return a version with its tested range: `version 1 (int8, up to 970 tokens, batch 32)`."""
-        if number is None:
-            return "none"
-        version = self.model.versions[number]
-        metrics = self.registry.judged_by(version).metrics
-        tokens = metrics.get(TESTED_TOKENS)
-        batch = metrics.get(TESTED_BATCH)
-        tested = "" if tokens is None or batch is None else f", up to {tokens:,.0f} tokens, batch {batch:,.0f}"
-        return f"version {number} ({version.name}{tested})"
+        numbers = (move.before.now, move.after.now, move.after.previous)
+        before, after, previous = ("none" if number is None else self.model.versions[number] for number in numbers)
+        return f"would move the champion of {self.model.name} from {before} to {after}; previous becomes {previous}"
 
     def _judge_again(self, candidates: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the candidates, or only those called `name`, read from their artifacts and decided again."""
@@ -249,24 +228,40 @@ class Engines:
                 raise GateRefusal(f"{candidate.name} is not promoted: {version} is of model {candidate.model}, not {model}")
         return list(judged.values())
 
-    def _incumbent(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the champion if it competes: it has a candidate's checkpoint, another name, and still passes.
+    def _compare_champion(
+        self, candidates: Sequence[Candidate], best: Candidate, excluded: dict[str, str]
+    ) -> tuple[Candidate | None, bool]:
+        """Return the champion if it competes, and whether it stays: it is better than `best`, and its evidence still holds.
 
-        A rebuilt baseline has another digest, so checkpoints are compared. A candidate with the champion's name is newer
-        evidence.
+        It competes if it has a candidate's checkpoint, another name, and still passes. Checkpoints are compared, because a
+        rebuilt baseline has another digest. A candidate with the champion's name is newer evidence. If the champion's evidence does not
+        hold, `excluded` gets the reason. Raises MissingRequirement if it cannot be verified here.
         """
         serving = self.model.pointed_at.get(CHAMPION)
         if serving is None or serving.name in [candidate.name for candidate in candidates]:
-            return None
+            return None, False
         checkpoints = {candidate.checkpoint for candidate in candidates}
         if self._champions_checkpoint not in {None, *checkpoints}:  # known before a download
-            return None
+            return None, False
         try:
-            with _competes(str(serving)):
-                champion = self.find(serving, fetched=True).candidate
+            engine = self.find(serving, fetched=True)
+            champion = engine.candidate
+            if champion.checkpoint not in checkpoints or champion.verdict != "PASS":
+                return None, False
+            if choose_champion([best, champion]) is not champion:
+                return champion, False
+            refusal = engine.problem
+            if isinstance(refusal, MissingRequirement):
+                raise refusal
         except (GateRefusal, LostFiles):  # another work directory judged it, and the registry has no copy of its engine
-            return None
-        return champion if champion.checkpoint in checkpoints and champion.verdict == "PASS" else None
+            return None, False
+        except MissingRequirement as error:
+            raise MissingRequirement(
+                f"the champion, {serving}, cannot compete: {error}; run it again, or request a candidate with promote.name=NAME"
+            ) from error
+        if refusal is not None:
+            excluded[champion.report.digest] = f"cannot stay the champion: {refusal}"
+        return champion, refusal is None
 
     def _excluded(self, candidates: Sequence[Candidate], rolled_back: Mapping[str, str]) -> dict[str, str]:
         """Return digest of a report -> reason why its candidate is promoted only by name."""
@@ -321,19 +316,6 @@ class Engines:
         make_moves(self.registry, [move])
         message = f"{version.name} (version {version.number}) is the champion again, version {bad} is not"
         return PromotionMove(version.name, message)
-
-
-@contextmanager
-def _competes(champion: str) -> Iterator[None]:
-    """Say in a MissingRequirement from the block that the champion cannot compete. LostFiles is raised unchanged."""
-    try:
-        yield
-    except LostFiles:
-        raise
-    except MissingRequirement as error:
-        raise MissingRequirement(
-            f"the champion, {champion}, cannot compete: {error}; run it again, or request a candidate with promote.name=NAME"
-        ) from error
 
 
 def choose_champion(candidates: Sequence[Candidate], excluded: Mapping[str, str] = MappingProxyType({})) -> Candidate:

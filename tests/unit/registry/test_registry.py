@@ -104,7 +104,9 @@ def test_a_champion_without_valid_evidence_does_not_stay(registry: MemoryRegistr
 def test_a_better_champion_that_cannot_be_verified_here_blocks_a_promotion(registry: MemoryRegistry) -> None:
     promote(registry, registry.judge("fp8k_int4v", 1000))
     int8 = registry.judge("int8", 500)
-    with pytest.raises(MissingRequirement, match=r"the champion, fp8k_int4v, cannot compete: .*promote\.name=NAME"):
+    with pytest.raises(
+        MissingRequirement, match=r"the champion, version 1 \(fp8k_int4v\), cannot compete: .*promote\.name=NAME"
+    ):
         promote(registry, int8, replay=lambda candidate: [MISSING] if candidate.name == "fp8k_int4v" else [])
     assert registry.aliases == {"champion": "1"}
 
