@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons for the verdict. For INCONCLUSIVE also how many samples would decide, if more samples would help."""
+        """Reasons for the verdict."""
         return self.candidate.reasons
 
     @property

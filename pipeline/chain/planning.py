@@ -223,7 +223,7 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         judged,
         status=verdict.status,
         reasons=tuple(verdict.reasons),
-        samples_needed=verdict.samples_needed,
+        times_needed=verdict.samples_needed / report.samples,
         workloads=_asked(evidence),
         limits=report.limits,
         longest_decode=exercised.longest_decode,

@@ -32,6 +32,8 @@ from stages.workloads.config import LONG
 
 MAX_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
+UNKNOWN_FACTOR = 4.0
+"""Factor of the questions if no number is known to decide. The next attempt may need twice as many for the same bound."""
 QUICK_CHECK = ("experiment=quick", "workloads.conformance_samples=0")
 """Arguments that make an evaluation a quick check."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -190,31 +192,25 @@ def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep:
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return the step that asks enough questions to decide, judges a finer policy, or explains why more would not decide."""
-    needed: dict[str, int] = {}
-    for name, count in (item for candidate in undecided for item in candidate.samples_needed.items()):
-        needed[name] = max(count, needed.get(name, 0))
     open_checks = [check for candidate in undecided for check in candidate.checks if check.status == "INCONCLUSIVE"]
     headings = dict.fromkeys(check.gate.heading[0].lower() + check.gate.heading[1:] for check in open_checks)
     state = f"{', '.join(candidate.name for candidate in undecided)}: undecided: {', '.join(headings)}"
     following = config.gates.next_attempt
-    # The next attempt has a smaller alpha, and the number of needed questions grows with the logarithm of alpha. If this number
-    # is unknown, ask twice the present questions.
-    alpha = config.gates.pass_alpha if following is None else following.pass_alpha
-    factor = math.log(alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
-    questions = config.workloads.more_questions(needed, factor)
-    reasons = [check.reason for check in open_checks if check.bound is None and not needed]  # such as the engine's own noise
-    if following is not None and not (questions.overrides or questions.own_too_few):
+    factor = max(candidate.samples_needed / candidate.metrics.get("quality/samples", math.inf) for candidate in undecided)
+    more = config.workloads.more_questions(factor or UNKNOWN_FACTOR)
+    reasons = [check.reason for check in open_checks if check.bound is None and not factor]  # such as the engine's own noise
+    if following is not None and not more and config.workloads.jsonl is None:
         reasons += [*(check.reason for check in open_checks), "no check was recorded"]
     if reasons:
         return NextStep(f"{state}; more questions would not decide: {reasons[0]}; see docs/verdict.md#inconclusive-what-now")
-    if following is None or questions.largest > MAX_QUESTIONS:
+    if following is None or any(int(override.partition("=")[2]) > MAX_QUESTIONS for override in more):
         step = _judge_finer(config, undecided, base, swept)
         return NextStep(f"{state}; no further attempt can decide it; {step.why}", step.command)
     only_policies = all(key == "kv" for key in swept)
-    changes = [*questions.overrides, f"gates.attempt={following.attempt}"]
+    changes = [*more, f"gates.attempt={following.attempt}"]
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(candidate.policy for candidate in undecided)))
-    add = f"; add questions to {config.workloads.jsonl}" if questions.own_too_few else ""
+    add = f"; add questions to {config.workloads.jsonl}" if config.workloads.jsonl is not None else ""
     command = command_line(base, *changes, sweep=len(undecided) > 1 or not only_policies)
     return NextStep(f"{state}{add}; ask enough questions to decide it", command)
 

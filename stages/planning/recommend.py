@@ -15,8 +15,7 @@ a PASS in another, so that repeating an evaluation until it passes does not help
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import dataclass
 
 from stages.core.strict import StrictModel
 from stages.engines.config import is_least_preferred
@@ -25,7 +24,7 @@ from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
 from stages.verdict.thresholds import MAX_ATTEMPTS
 from stages.verdict.verdict import Status
-from stages.workloads.config import LONG, Workload, WorkloadsConfig, more_documents
+from stages.workloads.config import WorkloadsConfig
 
 NO_EVIDENCE = "no evidence"
 NOT_SERVED = "the backend does not serve it"
@@ -46,7 +45,8 @@ class Judged:
     status: Status = "INCONCLUSIVE"
     reasons: tuple[str, ...] = ()
     attempt: int = 1
-    samples_needed: dict[str, int] = field(default_factory=dict)
+    times_needed: float = 0.0
+    """Multiple of the samples that would decide an INCONCLUSIVE; 0 if it is unknown."""
     workloads: WorkloadsConfig | None = None
     """Configuration of its samples; None if it is unknown."""
     limits: Limits | None = None
@@ -168,14 +168,11 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
         last = of_engine[0]
         if last.attempt == MAX_ATTEMPTS:
             return last, f"INCONCLUSIVE: {_first_reason(last)}; gates.attempt={last.attempt} was the last attempt"
-        short = {name: count for name, count in last.samples_needed.items() if name != "all" and not name.startswith(LONG)}
-        shipped = {name: f"workloads.samples.{name}" for name in get_args(Workload)} | {"gsm8k": "workloads.gsm8k"}
-        keys = shipped if last.workloads is None else last.workloads.count_keys  # the user's own may have a shipped name
-        more = [f"{keys[name]}={count}" for name, count in short.items() if name in keys]
-        own = ", ".join(f"{count} of {name}" for name, count in short.items() if name not in keys)
-        asked = f", after adding questions to your FILE ({own} are needed)" if own else ""
+        own = last.workloads is not None and last.workloads.jsonl is not None
         file = ["workloads=jsonl workloads.jsonl=FILE"] if own else []
-        again = " ".join([*file, *more, *more_documents(last.samples_needed), f"gates.attempt={last.attempt + 1}"])
+        more = last.workloads.more_questions(last.times_needed) if last.workloads is not None and last.times_needed else []
+        again = " ".join([*file, *more, f"gates.attempt={last.attempt + 1}"])
+        asked = ", after adding questions to your FILE" if own else ""
         return last, f"INCONCLUSIVE: {_first_reason(last)}; judge it again with {again}{asked}"
     best = min(passes, key=lambda item: bool(_find_gaps(item, use)))
     missing = _find_gaps(best, use)

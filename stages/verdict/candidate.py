@@ -44,9 +44,8 @@ class Candidate(StrictModel):
     """All lines of the verdict, including the lines of context bins."""
     warnings: tuple[str, ...] = ()
     """Reasons of the checks with a WARNING, which do not affect the verdict."""
-    samples_needed: Mapping[str, int] = {}
-    """Workload, or "all" -> samples that would decide the next attempt if the rates stay the same. Workloads that passed are
-    included if the next attempt needs more of their samples."""
+    samples_needed: int = 0
+    """Number of samples that would decide the next attempt if the rates stay the same; 0 if no number is known."""
     metrics: Mapping[str, float]
     """Finite metrics by name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
     engine: Cited

@@ -8,7 +8,7 @@ from stages.core.strict import StrictModel
 from stages.policies.delivery import ScaleChangeKind
 
 MAX_SAMPLES = 1_000_000
-"""Maximum number of samples that an INCONCLUSIVE suggests; messages say "over a million" for it."""
+"""Maximum number of samples that an INCONCLUSIVE suggests."""
 
 MAX_ATTEMPTS = 20
 

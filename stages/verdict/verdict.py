@@ -7,7 +7,7 @@ from pydantic import Field
 
 from stages.core.records import Number, Record, finite
 
-RULES = 29
+RULES = 30
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 ALL = "all"
@@ -90,9 +90,9 @@ class Verdict(Record):
     the checks on recovery, or of all checks if none is about recovery."""
     checks: list[Check]
     warnings: list[str] = Field(default=[])
-    samples_needed: dict[str, int]
-    """For an INCONCLUSIVE verdict: workload, or "all" -> samples that would decide the next attempt if the rates stay the same.
-    This includes workloads that passed but would be open in the next attempt, which has a smaller share of ALPHA."""
+    samples_needed: int = 0
+    """For an INCONCLUSIVE verdict: number of samples, of all workloads in the present proportions, that would decide the next
+    attempt if the rates stay the same. 0 if no number is known to decide it."""
     round: int = 1
     """Number of the last round whose samples were judged, from 1; 0 if the samples are incomplete."""
     covered: str | None = None

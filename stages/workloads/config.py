@@ -1,10 +1,9 @@
 """Configuration of an evaluation's samples, their batches, and the fixed load for timing."""
 
 import math
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -137,23 +136,6 @@ class SpeculationConfig(StrictModel):
         return ["lookup"] if self.draft is None else ["lookup", "draft"]
 
 
-def more_documents(needed: Mapping[str, int]) -> list[str]:
-    """Return the override for the `needed` questions about long documents; empty if `needed` names no long workload."""
-    counts = [count for name, count in needed.items() if name.startswith(LONG)]
-    return [f"workloads.length_documents={-(-max(counts) // LONG_QUESTIONS)}"] if counts else []
-
-
-class MoreQuestions(NamedTuple):
-    """Advice on how to ask more questions."""
-
-    overrides: list[str]
-    """Overrides for more generated questions."""
-    own_too_few: bool
-    """Whether the user has to write more questions."""
-    largest: int
-    """Largest number of questions of a workload."""
-
-
 def long_cost(length: int) -> str:
     """Return a clause with the cost of asking a length."""
     return f"{LONG_DOCUMENTS} documents, {LONG_DOCUMENTS * length:,} tokens to prefill on each engine"
@@ -216,28 +198,15 @@ class WorkloadsConfig(StrictModel):
         """Whether no request is compared with the reference engine: such an evaluation is fast, and never passes."""
         return self.conformance_samples == 0
 
-    @property
-    def count_keys(self) -> dict[str, str]:
-        """Active built-in workload, or GSM8K if it is active -> configuration key of its number of questions."""
-        keys = {name: f"workloads.samples.{name}" for name, count in self.samples.items() if count}
-        return keys | ({"gsm8k": "workloads.gsm8k"} if self.gsm8k else {})
-
-    def more_questions(self, needed: Mapping[str, int], factor: float) -> MoreQuestions:
-        """Return the overrides that ask `factor` times the questions of each workload, and at least `needed`."""
-        counts = {
-            name: max(math.ceil(factor * count), needed.get(name, needed.get("all", 0)))
-            for name, count in self.samples.items()
-            if count
-        }
-        changes = [f"workloads.samples.{name}={count}" for name, count in counts.items()]
-        problems = max(math.ceil(factor * self.gsm8k), needed.get("gsm8k", needed.get("all", 0)))
-        changes += [f"workloads.gsm8k={min(problems, GSM8K_PROBLEMS)}"] if 0 < self.gsm8k < GSM8K_PROBLEMS else []
+    def more_questions(self, factor: float) -> list[str]:
+        """Return the overrides that ask `factor` times the generated questions of every workload."""
+        counts = {f"samples.{name}": count for name, count in self.samples.items() if count}
         if self.lengths:
-            now = math.ceil(factor * self.length_documents) * LONG_QUESTIONS
-            changes += more_documents({**needed, LONG: now})
-        own_too_few = any(name not in ("all", *self.count_keys) and not name.startswith(LONG) for name in needed)
-        own_too_few |= "all" in needed and not changes and self.jsonl is not None
-        return MoreQuestions(changes, own_too_few, max((*counts.values(), *needed.values()), default=0))
+            counts["length_documents"] = self.length_documents
+        more = {key: math.ceil(factor * count) for key, count in counts.items()}
+        if 0 < self.gsm8k < GSM8K_PROBLEMS:
+            more["gsm8k"] = min(math.ceil(factor * self.gsm8k), GSM8K_PROBLEMS)
+        return [f"workloads.{key}={count}" for key, count in more.items()]
 
     @property
     def user_key(self) -> Literal["jsonl", "documents"]:

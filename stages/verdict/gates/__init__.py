@@ -13,14 +13,13 @@ not finite never passes.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from stages.verdict.figures import MIN_SOUND_REQUESTS, Figure, GateInput
 from stages.verdict.gates import answers, distances, engine, evaluation
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS, MAX_SAMPLES, Thresholds
+from stages.verdict.thresholds import ALPHA, MAX_SAMPLES, Thresholds
 from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
@@ -53,7 +52,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
     everything = GateInput(report, rows)
     problems = list(evaluation.completeness(everything))
     if problems:
-        return conclude(problems, {}, looks=0)
+        return conclude(problems, 0, looks=0)
     failed: dict[tuple[str, str], Check] = {}
     looks = max(row.round for row in rows)
     for number in range(1, looks + 1):
@@ -64,9 +63,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
     order = [gate.value for gate in Gate]
     checks.sort(key=lambda check: order.index(check.gate))
     later = thresholds.next_attempt
-    numbers = {} if later is None else _samples_needed(checks, everything, later)
-    checks = [_add_advice(check, numbers, None if later is None else later.attempt) for check in checks]
-    verdict = conclude(checks, numbers, looks)
+    verdict = conclude(checks, 0 if later is None else _samples_needed(checks, everything, later), looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
 
@@ -97,33 +94,19 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
             yield check.model_copy(update={"reason": check.reason + place})
 
 
-def _samples_needed(checks: Sequence[Check], evidence: GateInput, later: Thresholds) -> dict[str, int]:
-    """Return the number of samples by workload that would decide the next attempt. `later`: thresholds of that attempt."""
+def _samples_needed(checks: Sequence[Check], evidence: GateInput, later: Thresholds) -> int:
+    """Return the number of samples that would decide the next attempt. `later`: thresholds of that attempt."""
     still_open = {check.where for check in checks if check.gate == Gate.RECOVERY and check.status == "INCONCLUSIVE"}
-    numbers = answers.samples_needed(evidence, later, still_open)
-    too_few = any(check.gate == Gate.RUINED and check.status == "INCONCLUSIVE" and not check.value for check in checks)
-    counts = Counter(row.workload for row in evidence.rows) if too_few else Counter[str]()
-    for workload, count in counts.items():  # ask for MIN_SOUND_REQUESTS in the present proportions
-        numbers[workload] = max(numbers.get(workload, 0), math.ceil(MIN_SOUND_REQUESTS * count / counts.total()))
-    if not counts and any(check.gate == Gate.MIN_SAMPLES and check.where == ALL and check.status != "PASS" for check in checks):
-        numbers[ALL] = later.min_samples
-    return numbers
+    needed = math.ceil(len(evidence.rows) * answers.times_needed(evidence, later, still_open))
+    for check in checks:
+        if check.gate == Gate.RUINED and check.status == "INCONCLUSIVE" and not check.value:
+            needed = max(needed, MIN_SOUND_REQUESTS)
+        if check.gate == Gate.MIN_SAMPLES and check.where == ALL and check.status != "PASS":
+            needed = max(needed, later.min_samples)
+    return min(needed, MAX_SAMPLES) if needed > len(evidence.rows) else 0
 
 
-def _add_advice(check: Check, numbers: Mapping[str, int], attempt: int | None) -> Check:
-    """Add to an inconclusive recovery how many samples would decide the next attempt, or that there is no next attempt."""
-    count = numbers.get(check.where, sum(numbers.values()) if check.where == ALL else 0)
-    if check.gate != Gate.RECOVERY or check.status != "INCONCLUSIVE" or (attempt is not None and not count):
-        return check
-    if attempt is None:
-        advice = f"gates.attempt={MAX_ATTEMPTS} was the last attempt"
-    else:
-        amount = f"{count:,}" if count < MAX_SAMPLES else "over a million"
-        advice = f"about {amount} samples would decide with gates.attempt={attempt}"
-    return check.model_copy(update={"reason": f"{check.reason}; {advice}"})
-
-
-def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) -> Verdict:
+def conclude(checks: Sequence[Check], samples_needed: int, looks: int) -> Verdict:
     """Return the verdict with the worst status of all checks. A PASS gives only the reasons on recovery, if there are any."""
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
@@ -134,6 +117,6 @@ def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) ->
         reasons=failures or undecided or passes,
         checks=list(checks),
         warnings=[check.reason for check in checks if check.status == "WARNING"],
-        samples_needed=dict(numbers) if status == "INCONCLUSIVE" else {},
+        samples_needed=samples_needed if status == "INCONCLUSIVE" else 0,
         round=looks,
     )

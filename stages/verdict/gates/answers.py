@@ -32,7 +32,6 @@ level (`python -m benchmarks.gates`)."""
 class Recovery(Figure):
     """The recovery of one workload or of all questions. The mean is the lost probability."""
 
-    samples: int
     baseline: float
     """Mean probability of the right answers."""
     thresholds: Thresholds
@@ -56,7 +55,6 @@ class Recovery(Figure):
             where=place,
             mean=Mean(loss, limit, best=-OUTLIER * limit, worst=WORST * limit, uncapped=True),
             threshold=threshold,
-            samples=len(rows),
             baseline=baseline,
             thresholds=thresholds,
         )
@@ -101,26 +99,23 @@ def recovery(evidence: GateInput, thresholds: Thresholds) -> Iterator[Recovery]:
         yield Recovery.from_rows(place, rows, thresholds)
 
 
-def samples_needed(evidence: GateInput, later: Thresholds, still_open: Collection[str]) -> dict[str, int]:
-    """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
+def times_needed(evidence: GateInput, later: Thresholds, still_open: Collection[str]) -> float:
+    """Return the multiple of the samples that would decide every recovery at the next attempt, if its documents are like these.
 
-    A workload that passed is included if the next attempt needs more samples of it, because that attempt has a smaller share of
-    ALPHA. A workload that the baseline rarely gets right is left out, because more samples would not help. `still_open` are the
-    workloads, or ALL, whose recovery is inconclusive.
+    Recoveries that passed count too, because the next attempt has a smaller share of ALPHA. The result is 0 if no recovery is
+    inconclusive, or if more samples would not help because the baseline is rarely right. `still_open` are the workloads, or
+    ALL, whose recovery is inconclusive.
     """
     figures = list(recovery(evidence, later)) if still_open else []
     if not figures or figures[0].is_weak:
-        return {}
-    level = later.pass_alpha
-    times = dict.fromkeys((figure.where for figure in figures), 1.0)
+        return 0.0
+    level, times = later.pass_alpha, 1.0
     for figure in figures:
         if not figure.is_weak:
             documents = len(figure.mean.values)
             more = figure.mean.needed_documents(BET_SHARE * level, MAX_SAMPLES, STUDENT_SHARE * level)
-            times[figure.where] = max(later.min_samples, documents + (figure.where in still_open), more) / documents
-    counts = {figure.where: figure.samples for figure in figures if figure.where != ALL}
-    samples = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
-    return {name: min(count, MAX_SAMPLES) for name, count in samples.items() if count > counts[name]}
+            times = max(times, max(later.min_samples, documents + (figure.where in still_open), more) / documents)
+    return times
 
 
 def _lost_answers(place: str, rows: Sequence[SampleRow]) -> Figure:

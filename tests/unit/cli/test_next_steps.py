@@ -1,7 +1,6 @@
 """Every command prints a next command when it ends. The printed command must compose, and its inputs must exist."""
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -72,13 +71,12 @@ def executable(path: Path, content: str) -> None:
     path.chmod(0o755)
 
 
-def candidate(
-    folder: Path, name: str, verdict: Status, needed: dict[str, int] | None = None, gate: Gate = Gate.ACCURACY
-) -> Candidate:
-    judged = judged_candidate(folder, name.partition(" ")[0], verdict, metrics={})
-    where, bound = next(iter(needed or ["copy"])), None if gate == Gate.NOISE_FLOOR else 0.0
-    check = Check(gate=gate, where=where, value=0.0, bound=bound, threshold=0.0, status=verdict, reason="mean KL")
-    return judged.model_copy(update={"name": name, "samples_needed": needed or {}, "checks": (check,)})
+def candidate(folder: Path, name: str, verdict: Status, needed: int = 0, gate: Gate = Gate.ACCURACY) -> Candidate:
+    """Return a candidate that was judged by 100 samples; `needed` would decide."""
+    judged = judged_candidate(folder, name.partition(" ")[0], verdict, metrics={"quality/samples": 100})
+    bound = None if gate == Gate.NOISE_FLOOR else 0.0
+    check = Check(gate=gate, where="copy", value=0.0, bound=bound, threshold=0.0, status=verdict, reason="mean KL")
+    return judged.model_copy(update={"name": name, "samples_needed": needed, "checks": (check,)})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_the_next_command_repeats_the_users_arguments(
     base: list[str], verdicts: dict[str, Status], unfinished: bool, stage: str, kv: str | None, tmp_path: Path
 ) -> None:
     sweeping = "," in base[0]
-    judged = [candidate(tmp_path, name, verdict, {"copy": 700}) for name, verdict in verdicts.items()]
+    judged = [candidate(tmp_path, name, verdict, 700) for name, verdict in verdicts.items()]
     config = plan([*TYPED, *base], multirun=sweeping).jobs[0]
     step = next_steps.after_judging(config, judged, [*TYPED, *base], swept=["kv"] if sweeping else [], unfinished=unfinished)
     after = composed(step)
@@ -117,19 +115,18 @@ def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "needed", "gate", "says"),
     [
-        (["workloads=gsm8k", "workloads.gsm8k=60"], {"gsm8k": 5000}, Gate.ACCURACY, "workloads.gsm8k=1319"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, Gate.ACCURACY, "add questions to mine.jsonl; ask"),
-        (["workloads.samples.copy=4"], {"all": 32}, Gate.MIN_SAMPLES, "workloads.samples.copy=32"),
-        ([], {}, Gate.NOISE_FLOOR, "more questions would not decide: mean KL"),
-        (["workloads.lengths=[1024,2048]"], {"long_1024": 210}, Gate.RECOVERY, "workloads.length_documents=30"),
-        (["gates.attempt=20"], {"copy": 700}, Gate.RECOVERY, "fp8: undecided: recovery; no further attempt"),
-        # A class that passed with all its samples passes at the next attempt's smaller level with this many.
-        ([], {"copy": 700}, Gate.RECOVERY, f"samples.tool_call={math.ceil(160 * math.log(0.0025) / math.log(0.045))}"),
-        (["workloads.samples.copy=60000"], {}, Gate.MEAN_KL, "judge int8, which keeps more"),  # twice are refused
+        (["workloads=gsm8k", "workloads.gsm8k=60"], 5000, Gate.ACCURACY, "workloads.gsm8k=1319"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], 500, Gate.ACCURACY, "add questions to mine.jsonl; ask"),
+        (["workloads.samples.copy=4"], 800, Gate.MIN_SAMPLES, "workloads.samples.copy=32"),
+        ([], 0, Gate.NOISE_FLOOR, "more questions would not decide: mean KL"),
+        (["workloads.lengths=[1024,2048]"], 200, Gate.RECOVERY, "workloads.length_documents=30"),
+        (["gates.attempt=20"], 700, Gate.RECOVERY, "fp8: undecided: recovery; no further attempt"),
+        ([], 0, Gate.RECOVERY, "samples.tool_call=640"),
+        (["workloads.samples.copy=60000"], 0, Gate.MEAN_KL, "judge int8, which keeps more"),  # four times are refused
     ],
 )
 def test_the_suggested_change_depends_on_the_undecided_gates(
-    tmp_path: Path, base: list[str], needed: dict[str, int], gate: Gate, says: str
+    tmp_path: Path, base: list[str], needed: int, gate: Gate, says: str
 ) -> None:
     judged = candidate(tmp_path, "fp8", "INCONCLUSIVE", needed, gate)
     step = next_steps.after_judging(config_of(*base), [judged], base)

@@ -70,7 +70,7 @@ def test_the_smallest_passing_cache_becomes_champion(registry: MemoryRegistry) -
 
 def fail_the_champion(report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
     status: Status = "FAIL" if report.policy == "fp8k_int4v" else "PASS"
-    return Verdict(status=status, reasons=[], checks=[], samples_needed={})
+    return Verdict(status=status, reasons=[], checks=[])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, regi
     def says_no(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         assert report.engine_digest == fp8.engine.digest
         assert rows == [sample], "unicode line separators end no row"
-        return Verdict(status="INCONCLUSIVE", reasons=["mean KL too high"], checks=[], samples_needed={})
+        return Verdict(status="INCONCLUSIVE", reasons=["mean KL too high"], checks=[])
 
     for name in (None, "fp8"):
         with pytest.raises(GateRefusal, match=r"no candidate passed: fp8: INCONCLUSIVE \(mean KL too high\)"):

@@ -63,9 +63,7 @@ CHECK = Check(gate=Gate.MEAN_KL, where="copy", value=0.1, bound=None, threshold=
 def test_a_summary_keeps_candidates_and_the_fields_for_ci(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="finite"):
         Candidate.model_validate({**FP8.model_dump(), "metrics": {"quality/kl_mean": float("inf")}})
-    verdict = Verdict(
-        status="FAIL", reasons=["far"], checks=[CHECK], warnings=["no fork was exercised"], samples_needed={"copy": 900}
-    )
+    verdict = Verdict(status="FAIL", reasons=["far"], checks=[CHECK], warnings=["no fork was exercised"], samples_needed=900)
     for candidate in (fp8(reasons=("a", "b")), fp8(version=""), fp8(**Candidate.decided(verdict))):
         record(tmp_path, "one", candidate)
         assert load(tmp_path).candidates == (candidate,)
