@@ -252,7 +252,7 @@ def _find_mismatch(config: Config, model: KVShape, files: dict[str, str], eviden
         ("backend=", identity.backend, config.backend.name),
         ("weights=", quantized.get("weights"), config.weights.format),
         ("capacity.tensor_parallel=", engine.get("tensor_parallel_size", 1), config.capacity.tensor_parallel),
-        ("kib_per_token=", f"{report.system.kib_per_token or 0:.9g}", f"{identity.kv.bytes_per_token(model) / 1024:.9g}"),
+        ("kib_per_token=", f"{report.tests.system.kib_per_token or 0:.9g}", f"{identity.kv.bytes_per_token(model) / 1024:.9g}"),
     ):
         if judged != configured:
             return f"it was judged with {name}{judged}, not {configured}"

@@ -129,11 +129,12 @@ class VerdictSteps:
         inputs = {**self.inputs(policy, baseline), "measured": measured}
 
         def build(out: Path, progress: Progress) -> None:
+            from stages.evaluate.decoding.stored import write_tests
             from stages.evaluate.measured_once import measure_once
 
             pair = self.load(policy)
             self.release()  # for later steps: the must-fail control leaves its fault in the engine
-            measure_once(
+            tests = measure_once(
                 pair.engine,
                 self._in_round(1),
                 self._tokenizer,
@@ -144,7 +145,8 @@ class VerdictSteps:
                 baseline=None if baseline is None else baseline.path,
                 planned=self._encoded,
                 serves=serves,
-            ).write(out)
+            )
+            write_tests(tests, out)
 
         return self.chain.make(self.recipe(stage, "measured_once", inputs, serves=serves), build, policy)
 
@@ -248,13 +250,13 @@ class VerdictSteps:
             console.say(console.note(f"{refusal}; give {key}={judged}, or workloads.lengths=[{limit}] ({long_cost(limit)})"))
 
     def _join(self, artifacts: Mapping[str, Artifact]) -> "JoinedEvaluation":
-        from stages.evaluate.decoding.stored import MeasuredOnce, read_round
+        from stages.evaluate.decoding.stored import read_round, read_tests
         from stages.evaluate.inputs.tokens import workloads_digest
         from stages.evaluate.joining import join
 
         numbers = [number for number in range(1, self._rounds + 1) if round_input(number) in artifacts]
         rounds = [(read_round(artifacts[answers_input(n)].path), read_round(artifacts[round_input(n)].path)) for n in numbers]
-        once = [MeasuredOnce.read(artifacts[name].path) for name in ("baseline_once", "once") if name in artifacts]
+        once = [read_tests(artifacts[name].path) for name in ("baseline_once", "once") if name in artifacts]
         digests = {name: artifacts[name].digest for name in ("engine", "baseline")}
         return join(self._encoded, rounds, once, self.config.workloads, samples=workloads_digest(self._encoded), **digests)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stages.core.records import finite
 from stages.evaluate.decoding.rows import make_row
-from stages.evaluate.decoding.stored import MeasuredOnce, Round
+from stages.evaluate.decoding.stored import Round
 from stages.evaluate.distances.distance import StepStatistics, TokenStatistics, join_statistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
@@ -20,13 +20,13 @@ from stages.verdict.report import (
     SAMPLES_FILE,
     Acceptance,
     Accuracy,
+    EngineTests,
     EvaluationReport,
     Fidelity,
-    MustFailControl,
     SampleRow,
     Slice,
 )
-from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
+from stages.workloads.config import WorkloadsConfig
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,18 @@ class JoinedEvaluation:
 def join(
     encoded: Sequence[EncodedSample],
     rounds: Sequence[tuple[Round, Round]],
-    once: Sequence[MeasuredOnce],
+    tests: Sequence[EngineTests],
     config: WorkloadsConfig,
     *,
     engine: str,
     baseline: str,
     samples: str,
 ) -> JoinedEvaluation:
-    """Build the report from the `rounds` that were run, each (baseline, candidate), and the measurements made once.
+    """Build the report from the `rounds` that were run and the `tests`, each (baseline, candidate).
 
-    Args:
-        encoded: All samples, also those of rounds that did not run.
-        once: The measurements of the baseline, and of the candidate if they were made. The report is preliminary without them.
-        engine, baseline: Digests of the bundles.
-        samples: The `workloads_digest` of `encoded`.
+    `encoded` includes the samples of rounds that did not run. Without the candidate's tests, the report is preliminary and
+    shows the baseline's. `engine` and `baseline` are digests of the bundles, and `samples` is the `workloads_digest` of
+    `encoded`.
     """
     rows, parts = list[SampleRow](), list[StepStatistics]()
     for number, (baseline_round, candidate_round) in enumerate(rounds, start=1):
@@ -63,7 +61,7 @@ def join(
             name = item.sample.id
             parts.append(candidate_round.statistics[name])
             rows.append(make_row(item, parts[-1], baseline_round.answers.get(name), candidate_round.answers.get(name)))
-    baseline_once, candidate_once = once[0], once[-1]
+    baseline_tests, candidate_tests = tests[0], tests[-1]
     first_base, first = rounds[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:
@@ -81,16 +79,10 @@ def join(
         planned_rounds=max(item.round for item in encoded),
         planned_workloads=planned,
         slices=slices(rows, parts, config.context_bins),
-        noise=baseline_once.noise,
-        control=candidate_once.control or MustFailControl(factor=CONTROL_FACTOR, rows=[]),
-        system=candidate_once.system,
-        baseline_system=baseline_once.system,
         conformance=conformance,
-        candidate_noise=candidate_once.noise,
-        coverage=Exercised.merged([*(candidate_round.coverage for _, candidate_round in rounds), candidate_once.coverage]),
-        tests=candidate_once.tests,
-        cache=candidate_once.cache,
-        baseline_tests=baseline_once.tests,
+        coverage=Exercised.merged([*(candidate_round.coverage for _, candidate_round in rounds), candidate_tests.coverage]),
+        tests=candidate_tests,
+        baseline_tests=baseline_tests,
         scale_changes=first.scale_changes,
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )

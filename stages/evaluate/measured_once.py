@@ -17,7 +17,7 @@ from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import make_row
-from stages.evaluate.decoding.stored import LOGPROBS, MeasuredOnce, read_round
+from stages.evaluate.decoding.stored import LOGPROBS, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.distance import LogProbsReader, join_statistics, stored_logprobs
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, count_tokens, repeated_samples
@@ -26,8 +26,7 @@ from stages.evaluate.measure import prefix_labels, run_samples
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.engine_tests import EngineTests, StressResult
-from stages.verdict.report import CacheStatistics, MustFailControl
+from stages.verdict.report import CacheStatistics, EngineTests, SampleRow, StressResult
 from stages.workloads.config import CONTROL_FACTOR, WorkloadsConfig
 
 MAX_STATISTICS_TOKENS = 512
@@ -46,7 +45,7 @@ def measure_once(
     baseline: Path | None = None,
     planned: Sequence[EncodedSample] = (),
     serves: bool = True,
-) -> MeasuredOnce:
+) -> EngineTests:
     """Measure an engine on some samples of the first round and on random tokens.
 
     The engine holds no sequences afterwards. The must-fail control runs last and corrupts a candidate, which must not be used
@@ -81,16 +80,18 @@ def measure_once(
     if repeated:  # the distances of repeated samples from the engine's own first results
         noise = fidelity(join_statistics([result.statistics for result in repeated]))
     if baseline is None:
-        return MeasuredOnce(tests=EngineTests(free_answers=free), noise=noise, system=system)
+        return EngineTests(free_answers=free, noise=noise, system=system)
     count = engine.full_pool_requests if config.full_pool is None else config.full_pool
     full_pool = fill_pool_with_samples(engine, encoded, count, label) if serves else None
     # The last test, because it corrupts the engine for good.
     control = must_fail_control(engine, encoded, stored_logprobs(baseline / LOGPROBS), label)
-    return MeasuredOnce(
-        tests=EngineTests(free_answers=free, stress=stress, full_pool=full_pool),
-        noise=noise,
+    return EngineTests(
         system=system,
+        free_answers=free,
+        noise=noise,
         coverage=Exercised.merged([*(result.trace for result in repeated), Exercised(room=longest)]),
+        stress=stress,
+        full_pool=full_pool,
         control=control,
         cache=cache,
     )
@@ -160,7 +161,7 @@ def other_batch_size(batch: int, samples: int) -> int:
 
 def must_fail_control(
     engine: Engine, encoded: Sequence[EncodedSample], logprobs: LogProbsReader, progress: Progress
-) -> MustFailControl:
+) -> list[SampleRow]:
     """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
     The gates must detect the fault. The scale is corrupted after the prefill, so that only the reads of the decode path are
@@ -173,5 +174,4 @@ def must_fail_control(
     corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     # All samples are in one batch, so that there is one prefill.
     results = run_samples(engine, subset, len(subset), logprobs, progress=label, after_prefill=corrupt)
-    rows = [make_row(item, result.statistics, None, None) for item, result in zip(subset, results, strict=True)]
-    return MustFailControl(factor=CONTROL_FACTOR, rows=rows)
+    return [make_row(item, result.statistics, None, None) for item, result in zip(subset, results, strict=True)]

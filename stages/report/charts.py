@@ -93,7 +93,7 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     readable = [(exhibit, exhibit.report) for exhibit in exhibits if exhibit.report is not None]
     data: list[Datum] = []
     for exhibit, report in readable:
-        whole, kib = report.slice(), report.system.kib_per_token
+        whole, kib = report.slice(), report.tests.system.kib_per_token
         if kib is not None and whole is not None:
             point = _point(exhibit.candidate, exhibit.candidate.verdict)
             data.append({**point, "kib": kib, **_distance(whole.fidelity.kl_mean)})
@@ -102,10 +102,10 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
     baselines = {exhibit.candidate.baseline.digest: report for exhibit, report in by_rows}
     for digest, name in baseline_names(exhibits).items():
         if digest in baselines:
-            noise, system = baselines[digest].noise, baselines[digest].baseline_system
-            distance = _distance(None if noise is None else noise.kl_mean)
+            tests = baselines[digest].baseline_tests
+            distance = _distance(None if tests.noise is None else tests.noise.kl_mean)
             point = {"policy": shown(name), "verdict": BASELINE, "limit": None, "front": False}
-            data.append({**point, **distance, "kib": system.kib_per_token, "distance": distance["distance"] or FLOOR})
+            data.append({**point, **distance, "kib": tests.system.kib_per_token, "distance": distance["distance"] or FLOOR})
     return data
 
 

@@ -1,6 +1,7 @@
 """The coverage of a verdict: the lengths, batches and features that an evaluation exercised.
 
-`Exercised` tracks the decode steps of the samples. `covered` adds the batch and the features of the stress test.
+`Exercised` tracks the decode steps of the samples. `EvaluationReport.limits` adds the batch and the features of the stress
+test.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from pydantic.dataclasses import dataclass
 
 from stages.core.records import Record
 from stages.policies.policy import whole_pages
-from stages.verdict.engine_tests import EngineTests
 from stages.workloads.config import long_cost
 
 
@@ -89,32 +89,3 @@ class Limits(Record):
                 f"it with workloads.batch_size={bundle.batch}"
             )
         return None
-
-
-def covered(samples: Exercised | None, tests: EngineTests) -> Limits | None:
-    """Return the limits that a verdict covers; None if no sample's steps were recorded.
-
-    The token limit comes from the samples alone, because only samples of a length show the quality at that length. The batch
-    size does not affect quality, so the batch of the stress test also counts if two of its sequences reached that length.
-    """
-    if samples is None:
-        return None
-    stress = tests.stress
-    tokens, batch = samples.longest_context, samples.batch
-    if stress is None:
-        return Limits(tokens=tokens, room=samples.room, batch=batch)
-    as_long = whole_pages(stress.together) >= whole_pages(tokens)
-    features = (
-        ("turns", stress.turns),
-        ("forks", stress.forks + samples.forks),
-        ("a full pool", stress.preempted + (tests.full_pool.preempted if tests.full_pool is not None else 0)),
-    )
-    return Limits(
-        tokens=tokens,
-        room=samples.room,
-        batch=max(batch, stress.batch) if as_long else batch,
-        decoded=samples.longest_decode,
-        stress_decoded=stress.decoded,
-        stress_share=stress.share,
-        features=tuple(name for name, count in features if count),
-    )

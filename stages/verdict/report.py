@@ -12,9 +12,9 @@ from pydantic import Field
 
 from stages.core.records import Number, Record
 from stages.policies.delivery import ScaleChange
+from stages.policies.policy import PAGE_TOKENS, whole_pages
 from stages.verdict.conformance import Conformance
-from stages.verdict.coverage import Exercised, Limits, covered
-from stages.verdict.engine_tests import EngineTests
+from stages.verdict.coverage import Exercised, Limits
 
 REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
@@ -159,13 +159,6 @@ class Slice(Record):
         }
 
 
-class MustFailControl(Record):
-    """The must-fail control: the candidate on a few samples, with every key scale multiplied by `factor` after the prefill."""
-
-    factor: float
-    rows: list[SampleRow]
-
-
 MEMORY = "memory"
 """Annotation of fields about the cache's memory; also their prefix in the tracked metrics."""
 
@@ -209,6 +202,98 @@ class CacheStatistics(Record):
     """Signal-to-noise ratio in dB: mean square of the numbers, relative to that of the error; null without an error."""
 
 
+class StressResult(Record):
+    """The stress test: an engine compared with its reference engine on random tokens."""
+
+    failures: list[str]
+    """Descriptions of the sequences that deviate, with the position of the deviation."""
+    allocation: str = ""
+    """First difference between the bytes that the engine reports and its policy's claim; empty if there is none."""
+    tokens: int = 0
+    """Tokens of the longest sequence."""
+    decoded: int = 0
+    batch: int = 0
+    page_offsets: int = 0
+    """Number of offsets within a page for which a token was compared."""
+    forks: int = 0
+    requests: int = 0
+    """Number of sequences that were started and released."""
+    rows: int = 0
+    """Number of decoded tokens and prompts that were compared with the reference engine."""
+    together: int = 0
+    """Maximum length in tokens that two sequences of a full batch reached at the same time."""
+    prompts: int = 0
+    """Number of prompts and later prompt chunks whose logits were compared."""
+    turns: int = 0
+    """Number of prompt chunks that were added to sequences after decoding."""
+    steps: int = 0
+    preempted: int = 0
+    """Number of times that a full pool preempted a request, which was then recomputed."""
+    seed: int = 0
+    share: float = 1.0
+    """Share of the test that ran; below 1 if the user's own questions are few."""
+
+    def __str__(self) -> str:
+        counts = (("forks", self.forks), ("turns", self.turns), ("preemptions in a full pool", self.preempted))
+        also = "".join(f", {count} {name}" for name, count in counts if count)
+        prompts = f", {self.prompts} of prompts" if self.prompts else ""
+        reduced = f"; reduced to {100 * self.share:.0f} % of the test, because the questions are few" if self.share < 1 else ""
+        return (
+            f"{self.rows} tokens{prompts} as the reference engine computes them, up to {self.tokens:,} tokens, "
+            f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
+            f"{self.requests:,} requests, {self.steps:,} decode steps{reduced}"
+        )
+
+
+class FreeAnswers(Record):
+    """Answers of `generate` to some samples, compared with forced decode of the same tokens."""
+
+    samples: int
+    tokens: int
+    contradictions: list[str]
+    """First contradiction of every sample that has one."""
+
+
+class FullPool(Record):
+    """Requests in a pool that holds a third of their pages, compared with the same requests in a large pool."""
+
+    requests_per_round: int
+    requests: int = 0
+    """Number of compared requests over all rounds; 0 for an engine whose pool cannot be made small."""
+    pages: int = 0
+    wanted_pages: int = 0
+    """Pages that all requests of a round need without sharing."""
+    preempted: int = 0
+    """Number of times that a request was preempted and then recomputed."""
+    reused: int = 0
+    """Prompt tokens that vLLM took from its prefix cache."""
+    limit_kl: float | None = None
+    """Maximum mean KL in nats, between a request in the small pool and in the large pool, that counts as noise."""
+    deviations: tuple[str, ...] = ()
+    """Descriptions of the requests that differ by more than noise, the worst first."""
+
+
+class EngineTests(Record):
+    """Measurements made only once per engine, on samples of the first round and on other inputs."""
+
+    system: SystemMetrics
+    free_answers: FreeAnswers
+    noise: Fidelity | None = None
+    """Distance of the engine from itself in another batch composition; null if no sample is repeated."""
+    coverage: Exercised = Exercised()
+    """Coverage of the repeated samples; candidates only."""
+    stress: StressResult | None = None
+    """None for the baseline, for a candidate that failed the questions, or if no request is compared with the reference engine
+    (`workloads.conformance_samples`)."""
+    full_pool: FullPool | None = None
+    """Result in a full pool; None for the baseline, for a candidate that failed the questions, or if it was not requested."""
+    control: list[SampleRow] = Field(default=[])
+    """The must-fail control: the candidate on a few samples, with every key scale multiplied by CONTROL_FACTOR after the
+    prefill. Empty for the baseline, which is never served."""
+    cache: list[CacheStatistics] = Field(default=[])
+    """Keys, then values, of every layer; candidates with a reference engine only."""
+
+
 class EvaluationReport(Record):
     """All measurements of one engine against one baseline."""
 
@@ -224,21 +309,11 @@ class EvaluationReport(Record):
     planned_workloads: dict[str, bool]
     """Planned workload, even if it did not run yet -> whether its samples have answers."""
     slices: list[Slice]
-    noise: Fidelity | None
-    """Distance of the baseline from itself in another batch composition; null if no sample is repeated."""
-    control: MustFailControl
-    system: SystemMetrics
-    baseline_system: SystemMetrics
-    """Times of the same load on the baseline, taken when the baseline was measured."""
     conformance: Conformance | None = None
     """Comparison of the engines with their reference engines; null without reference engines."""
-    candidate_noise: Fidelity | None = None
-    """Distance of the candidate from itself in another batch composition."""
     coverage: Exercised | None = None
     tests: EngineTests
     baseline_tests: EngineTests
-    cache: list[CacheStatistics] = Field(default=[])
-    """Keys, then values, of every layer; empty without a reference engine."""
     scale_changes: list[ScaleChange] | None = None
     """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
     drafters: list[str]
@@ -256,13 +331,37 @@ class EvaluationReport(Record):
 
     @property
     def limits(self) -> Limits | None:
-        """Limits that a verdict on this report covers; None if no sample's steps were recorded."""
-        return covered(self.coverage, self.tests)
+        """Limits that a verdict on this report covers; None if no sample's steps were recorded.
+
+        The token limit comes from the samples alone, because only samples of a length show the quality at that length. The
+        batch size does not affect quality, so the batch of the stress test also counts if two of its sequences reached that
+        length.
+        """
+        samples, stress, full_pool = self.coverage, self.tests.stress, self.tests.full_pool
+        if samples is None:
+            return None
+        limits = Limits(tokens=samples.longest_context, room=samples.room, batch=samples.batch)
+        if stress is None:
+            return limits
+        as_long = whole_pages(stress.together) >= whole_pages(samples.longest_context)
+        features = (
+            ("turns", stress.turns),
+            ("forks", stress.forks + samples.forks),
+            ("a full pool", stress.preempted + (full_pool.preempted if full_pool is not None else 0)),
+        )
+        changes = {
+            "batch": max(samples.batch, stress.batch) if as_long else samples.batch,
+            "decoded": samples.longest_decode,
+            "stress_decoded": stress.decoded,
+            "stress_share": stress.share,
+            "features": tuple(name for name, count in features if count),
+        }
+        return limits.model_copy(update=changes)
 
     @property
     def metrics(self) -> dict[str, float]:
         """The finite numbers that are tracked, by name: `quality/kl_mean`, `perf/...`, `memory/...`."""
-        metrics = dict(_numbers("noise/", self.noise)) | {"quality/samples": float(self.samples)}
+        metrics = dict(_numbers("noise/", self.baseline_tests.noise)) | {"quality/samples": float(self.samples)}
         for part in self.slices:
             if part.context is None:
                 prefix = f"quality/{part.workload}/" if part.workload else "quality/"
@@ -272,10 +371,10 @@ class EvaluationReport(Record):
                     metrics[f"{prefix}recovery"] = part.accuracy.recovery
                 metrics.update({f"{prefix}{name}": length for name, length in part.acceptance_lengths.items()})
         metrics.update(_numbers("quality/covered_", self.limits))
-        for name, value in _numbers("", self.system):
+        for name, value in _numbers("", self.tests.system):
             metrics[("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name] = value
         for name in ("decode_tokens_per_s", "others_share", "kib_per_token"):
-            if (value := getattr(self.baseline_system, name)) is not None:
+            if (value := getattr(self.baseline_tests.system, name)) is not None:
                 metrics[f"baseline/{name}"] = value
         return metrics
 

@@ -39,7 +39,8 @@ def test_allowed_scale_changes_let_an_engine_be_judged(tmp_path: Path, capsys: p
     assert report.overall.fidelity.kl_mean is not None
     assert 1e-6 < report.overall.fidelity.kl_mean < 0.1, "the fake's FP8 cache is close to its FP16 cache"
     assert report.overall.fidelity.non_finite_steps == 0
-    assert report.noise is not None
-    assert report.noise.kl_max == pytest.approx(0.0, abs=1e-6), "stepwise and one-pass decode give the same logits"
+    noise = report.baseline_tests.noise
+    assert noise is not None
+    assert noise.kl_max == pytest.approx(0.0, abs=1e-6), "stepwise and one-pass decode give the same logits"
     assert lines("must_fail_control", report)[0].status == "PASS"
     assert "a promotion will refuse the engine, since the samples have at most" in " ".join(capsys.readouterr().out.split())

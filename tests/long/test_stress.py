@@ -14,7 +14,7 @@ from stages.core.records import no_progress
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
-from stages.verdict.engine_tests import StressResult
+from stages.verdict.report import StressResult
 from stages.workloads.config import StressTestConfig
 
 CONFIG = StressTestConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16, seed=0)

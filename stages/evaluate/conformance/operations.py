@@ -18,9 +18,8 @@ from stages.evaluate.conformance.answers import AnswerChecks
 from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.deviations import Deviations
 from stages.evaluate.conformance.sequence import ForcedSequence
-from stages.evaluate.decoding.system import allocation
+from stages.evaluate.decoding.system import wrong_allocation
 from stages.policies.policy import PAGE_TOKENS
-from stages.verdict.engine_tests import Allocation
 from stages.workloads.config import StressTestConfig
 
 BEGINNING = 4
@@ -73,7 +72,8 @@ class StressTest:
     offsets: set[int] = field(default_factory=set)
     prompt_offsets: set[int] = field(default_factory=set)
     """Lengths of prompts modulo the page size."""
-    allocation: Allocation | None = None
+    allocation: str | None = None
+    """`wrong_allocation` after the first decode step."""
     live: list[ForcedSequence] = field(default_factory=list)
     ended: list[ForcedSequence] = field(default_factory=list)
     """Released sequences that are not compared yet."""
@@ -175,7 +175,7 @@ class StressTest:
                 self._take(sequence, [token], logits[row], row, len(sequences), decoded=True)
             self._observe([sequence for sequence in sequences if self.comparer.frees_next(sequence)])
             if self.allocation is None:
-                self.allocation = allocation(self.engine)
+                self.allocation = wrong_allocation(self.engine)
 
     def extend(self, sequence: ForcedSequence, chunk: int | Sequence[int]) -> None:
         """Append a chunk: tokens, or a number of random tokens."""

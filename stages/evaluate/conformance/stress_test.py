@@ -17,10 +17,10 @@ from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.operations import RESTING_TURN, StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.evaluate.conformance.walk import WAKES
-from stages.evaluate.decoding.system import allocation
+from stages.evaluate.decoding.system import wrong_allocation
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
-from stages.verdict.engine_tests import StressResult
+from stages.verdict.report import StressResult
 from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
@@ -68,7 +68,7 @@ def run_stress_test(
         share=share,
         page_offsets=len(test.offsets),
         failures=failures,
-        allocation=test.allocation or allocation(engine),
+        allocation=wrong_allocation(engine) if test.allocation is None else test.allocation,
         **test.counts,
     )
 

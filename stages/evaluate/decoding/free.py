@@ -12,7 +12,7 @@ from stages.core.records import Progress, no_progress
 from stages.engines.interface import Engine, Logits, SupportsRequests
 from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.engine_tests import FreeAnswers
+from stages.verdict.report import FreeAnswers
 
 TIE = 1e-2
 """Difference of two logits, relative to the row's standard deviation, below which rounding may swap their order."""

@@ -16,7 +16,7 @@ from stages.engines.interface import Engine, ForcedRequest, SupportsFullPool
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample, judged_or_all
 from stages.policies.policy import PAGE_TOKENS, page_count
-from stages.verdict.engine_tests import FullPool
+from stages.verdict.report import FullPool
 
 ROWS = 32
 """Number of compared tokens at the end of a request, where earlier errors have taken effect."""

@@ -23,15 +23,14 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.delivery import ScaleChange
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
-from stages.verdict.engine_tests import EngineTests
-from stages.verdict.report import CacheStatistics, Fidelity, MustFailControl, SystemMetrics
+from stages.verdict.report import EngineTests
 
 LOGPROBS = "logprobs.safetensors"
 STATISTICS = "statistics.safetensors"
 STEPS = "/steps"
 """End of the key of a sample's statistics."""
 ROUND = "round.json"
-ONCE = "once.json"
+TESTS = "tests.json"
 
 
 class Round(BaseModel):
@@ -71,26 +70,13 @@ def read_round(directory: Path) -> Round:
     return stored.model_copy(update={"statistics": statistics})
 
 
-class MeasuredOnce(BaseModel):
-    """Measurements made only once per engine, on samples of the first round and on other inputs."""
+def write_tests(tests: EngineTests, out: Path) -> None:
+    """Write the measurements that are made only once."""
+    (out / TESTS).write_text(tests.model_dump_json(indent=1), encoding="utf-8")
 
-    system: SystemMetrics
-    tests: EngineTests
-    noise: Fidelity | None = None
-    """Distances of the repeated samples from the engine's own first results; None if no samples are repeated."""
-    coverage: Exercised = Exercised()
-    """Coverage of the repeated samples; candidates only."""
-    control: MustFailControl | None = None
-    """Must-fail control; candidates only."""
-    cache: list[CacheStatistics] = []
-    """Distribution of keys and values; candidates with a reference engine only."""
 
-    def write(self, out: Path) -> None:
-        (out / ONCE).write_text(self.model_dump_json(indent=1), encoding="utf-8")
-
-    @classmethod
-    def read(cls, directory: Path) -> "MeasuredOnce":
-        return cls.model_validate_json((directory / ONCE).read_text(encoding="utf-8"))
+def read_tests(directory: Path) -> EngineTests:
+    return EngineTests.model_validate_json((directory / TESTS).read_text(encoding="utf-8"))
 
 
 def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:

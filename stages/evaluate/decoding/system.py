@@ -16,7 +16,6 @@ from stages.core.memory import GIB, return_freed
 from stages.core.records import LoadTimes, Progress, no_progress
 from stages.engines.interface import Engine, SupportsRequests
 from stages.policies.policy import PAGE_TOKENS, live_tokens
-from stages.verdict.engine_tests import Allocation
 from stages.verdict.report import SystemMetrics
 from stages.workloads.config import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS, LoadConfig
 
@@ -98,17 +97,16 @@ def resident_bytes() -> int:
     return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 
-def allocation(engine: Engine) -> Allocation:
-    """Compare the size of an engine's cache in bytes with the size that its policy claims for the same number of pages."""
+def wrong_allocation(engine: Engine) -> str:
+    """Return how the bytes of an engine's cache differ from its policy's claim for the same number of pages; "" if equal."""
     memory, policy, shape = engine.memory(), engine.policy, engine.shape
     claimed, unit = policy.pool_bytes(shape, memory.pages), policy.exact_bytes(shape, 1)
     window = memory.window_pages * policy.window_page_bytes(shape)
-    difference = None
     if memory.pool_bytes != claimed:
         allocated, expected = (size / max(1, memory.pages * PAGE_TOKENS) for size in (memory.pool_bytes, claimed))
-        difference = f"{allocated:.5g} bytes a token are allocated, the policy claims {expected:.5g}"
-    elif memory.exact_bytes % unit if unit else memory.exact_bytes:
-        difference = f"{memory.exact_bytes} bytes are allocated for the exact tokens, the policy claims {unit} each"
-    elif memory.window_bytes != window:
-        difference = f"{memory.window_bytes} bytes are allocated for the window, the policy claims {window}"
-    return Allocation(difference=difference)
+        return f"{allocated:.5g} bytes a token are allocated, the policy claims {expected:.5g}"
+    if memory.exact_bytes % unit if unit else memory.exact_bytes:
+        return f"{memory.exact_bytes} bytes are allocated for the exact tokens, the policy claims {unit} each"
+    if memory.window_bytes != window:
+        return f"{memory.window_bytes} bytes are allocated for the window, the policy claims {window}"
+    return ""

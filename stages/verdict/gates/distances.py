@@ -10,6 +10,7 @@ from stages.verdict.figures import Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Thresholds
 from stages.verdict.verdict import ALL, Check, Gate
+from stages.workloads.config import CONTROL_FACTOR
 
 TAIL_SHARE = 0.001
 
@@ -80,7 +81,7 @@ def outlier_shares(evidence: GateInput, thresholds: Thresholds) -> Iterator[Figu
 
 def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield a PASS if a gate on distances fails the engine with corrupted key scales; else, or if it did not run, a FAIL."""
-    rows = evidence.report.control.rows
+    rows = evidence.report.tests.control
     tested = [figure.mean for figure in distances(rows, thresholds)] if rows else []
     kl = float(tested[0].values.mean()) if tested else math.nan
     noticed = any(mean.fails(ALPHA) for mean in tested)
@@ -91,7 +92,7 @@ def must_fail_control(evidence: GateInput, thresholds: Thresholds) -> Iterator[C
         Gate.MUST_FAIL_CONTROL,
         "must-fail control",
         status="PASS" if noticed else "FAIL",
-        text=f"with key scales x {evidence.report.control.factor:g} the mean KL is {kl:.3g}{outcome}",
+        text=f"with key scales x {CONTROL_FACTOR:g} the mean KL is {kl:.3g}{outcome}",
         value=kl,
         threshold=thresholds.max_mean_kl,
     )

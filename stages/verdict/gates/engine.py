@@ -44,8 +44,7 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
         yield Check.of(Gate.STRESS_TEST, "candidate", status="INCONCLUSIVE", text=text)
     if stress is not None:
         yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
-        differences = [stress.allocation.difference] if stress.allocation.difference else []
-        yield _line(Gate.ALLOCATION, "candidate", differences, "allocated bytes match the policy")
+        yield _line(Gate.ALLOCATION, "candidate", list(filter(None, [stress.allocation])), "allocated bytes match the policy")
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):
         free = tests.free_answers
         text = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"

@@ -104,10 +104,10 @@ def takes_effect(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
 def noise_floor(evidence: GateInput, thresholds: Thresholds) -> Iterator[Check]:
     """Yield INCONCLUSIVE if the baseline's noise was not measured, or if an engine's noise is not below a gate's KL limit."""
     report = evidence.report
-    if report.noise is None:
+    if report.baseline_tests.noise is None:
         text = "no noise floor was measured; set workloads.noise_samples to 1 or more"
         yield Check.of(Gate.NOISE_FLOOR, "A/A noise", status="INCONCLUSIVE", text=text)
-    for engine, noise in (("baseline", report.noise), ("candidate", report.candidate_noise)):
+    for engine, noise in (("baseline", report.baseline_tests.noise), ("candidate", report.tests.noise)):
         if noise is None:
             continue
         for limited, label, value, limit in (

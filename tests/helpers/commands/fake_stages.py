@@ -107,8 +107,8 @@ def measure(engine: Any, encoded: Sequence[Sample], out: Path) -> None:
     (out / "round.json").write_text(json.dumps({"policy": engine.policy, "ended": time.time_ns()}))
 
 
-def measure_once() -> Any:
-    return SimpleNamespace(write=lambda out: (out / "once.json").write_text(str(time.time_ns())))
+def measure_once() -> str:
+    return str(time.time_ns())
 
 
 def join(rounds: Sequence[tuple[object, str]], config: Any, engine: str, baseline: str) -> Any:
@@ -173,7 +173,8 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("evaluate.conformance.engine", ReferenceEngine=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
-        MeasuredOnce=SimpleNamespace(read=lambda _: None),
+        write_tests=lambda tests, out: (out / "tests.json").write_text(tests),
+        read_tests=lambda _: None,
         refuse_weak=lambda: None,
         read_round=lambda directory: json.loads((directory / "round.json").read_text())["policy"],
     )

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from helpers.verdicts.reports import measured_once
 from stages.verdict.conformance import ComparedRequest, Conformance, Distance, EngineConformance
-from stages.verdict.engine_tests import Allocation, EngineTests, FreeAnswers, StressResult
+from stages.verdict.report import EngineTests, FreeAnswers, StressResult
 
 
 def stress_result(**changes: object) -> StressResult:
@@ -11,18 +12,17 @@ def stress_result(**changes: object) -> StressResult:
     values: dict[str, object] = {
         "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "rows": 9, "failures": [],
         "together": 68, "prompts": 0, "turns": 0,
-        "allocation": Allocation(),
     }  # fmt: skip
     return StressResult.model_validate({**values, **changes})
 
 
 def engine_tests(stress: StressResult | None = None, free: list[str] | None = None) -> EngineTests:
     answers = FreeAnswers(samples=2, tokens=9, contradictions=free or [])
-    return EngineTests(free_answers=answers, stress=stress or stress_result())
+    return measured_once(free_answers=answers, stress=stress or stress_result())
 
 
 FAILED_STRESS = stress_result(failures=["fork: fork at 65 tokens: KL 1"])
-LARGER_POOL = stress_result(allocation=Allocation(difference="8 bytes a token are allocated, the policy claims 2"))
+LARGER_POOL = stress_result(allocation="8 bytes a token are allocated, the policy claims 2")
 
 
 def compared(kl: float | None = 1e-12, stored: float | None = 0.0, mean: float | None = 0.0, **changes: Any) -> ComparedRequest:

@@ -9,7 +9,7 @@ from helpers.policies.shipped import conf
 from stages.core.records import Progress, Sample, no_progress
 from stages.engines.interface import Engine
 from stages.evaluate.conformance.engine import ReferenceEngine
-from stages.evaluate.decoding.stored import MeasuredOnce, read_round
+from stages.evaluate.decoding.stored import read_round, read_tests, write_tests
 from stages.evaluate.inputs.tokens import EncodedSample, encode, encode_rounds, workloads_digest
 from stages.evaluate.joining import JoinedEvaluation, join
 from stages.evaluate.measure import measure
@@ -76,15 +76,15 @@ def measure_candidate(
     options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     measure(engine, encoded, tokenizer, out, reference=reference, **options)
-    measure_once(engine, encoded, tokenizer, out, reference=reference, **options).write(out)
+    write_tests(measure_once(engine, encoded, tokenizer, out, reference=reference, **options), out)
 
 
 def joined(encoded: Sequence[EncodedSample], rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> JoinedEvaluation:
     """Join (baseline, candidate) rounds. The first round's directories also hold the once-only measurements."""
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(candidate_round)) for base, candidate_round in rounds]
-    alone = MeasuredOnce.read(baseline), MeasuredOnce.read(candidate)
-    return join(encoded, measured, alone, config, engine="engine", baseline="base", samples=workloads_digest(encoded))
+    tests = read_tests(baseline), read_tests(candidate)
+    return join(encoded, measured, tests, config, engine="engine", baseline="base", samples=workloads_digest(encoded))
 
 
 def evaluate(

@@ -58,12 +58,17 @@ def exhibit(
     """Return a candidate judged by the default gates."""
     parts = [StepStatistics(*np.full((5, STEPS), kl))] * len(rows)
     made_report = report(list(rows))
+    tests = made_report.tests
     made_report = made_report.model_copy(
         update={
             "slices": slices(rows, parts, EDGES),
-            "system": made_report.system.model_copy(update={"kib_per_token": kib}),
-            "baseline_system": made_report.system.model_copy(update={"kib_per_token": 2.0}),
-            "noise": fidelity(kl_mean=1e-5, top10_overlap=1.0, ppl_ratio=1.0),
+            "tests": tests.model_copy(update={"system": tests.system.model_copy(update={"kib_per_token": kib})}),
+            "baseline_tests": tests.model_copy(
+                update={
+                    "system": tests.system.model_copy(update={"kib_per_token": 2.0}),
+                    "noise": fidelity(kl_mean=1e-5, top10_overlap=1.0, ppl_ratio=1.0),
+                }
+            ),
             "planned_workloads": dict.fromkeys((row.workload for row in rows), True),
         }
     )

@@ -4,15 +4,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stages.verdict.engine_tests import EngineTests, FreeAnswers, FullPool
 from stages.verdict.figures import by_workload
 from stages.verdict.gates import decide
 from stages.verdict.report import (
     Acceptance,
     Accuracy,
+    EngineTests,
     EvaluationReport,
     Fidelity,
-    MustFailControl,
+    FreeAnswers,
+    FullPool,
     SampleRow,
     Slice,
     SystemMetrics,
@@ -78,10 +79,6 @@ def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
     return [r.model_copy(update={"acceptance": {"lookup": counts}}) for r in rows]
 
 
-NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
-NO_TESTS = EngineTests(free_answers=NO_ANSWERS)
-"""Tests of an engine without a reference engine and without repeated answers."""
-
 CONTROL_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
 
 
@@ -90,10 +87,20 @@ def fidelity(**changes: object) -> Fidelity:
     return Fidelity.model_validate({**values, **changes})
 
 
+def measured_once(**changes: object) -> EngineTests:
+    """Return the tests of an engine without a reference engine and without repeated answers, with `changes`."""
+    values: dict[str, object] = {
+        "system": {**dict.fromkeys(SystemMetrics.model_fields, 1), "attention": "graph"},
+        "free_answers": FreeAnswers(samples=0, tokens=0, contradictions=[]),
+        "noise": fidelity(),
+        "control": CONTROL_ROWS,
+    }
+    return EngineTests.model_validate({**values, **changes})
+
+
 def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
     all_samples = Slice(workload=None, context=None, samples=len(rows), accuracy=None, fidelity=fidelity())
     low = all_samples.model_copy(update={"workload": "retrieval", "context": (0, 150)})
-    system: dict[str, object] = {**dict.fromkeys(SystemMetrics.model_fields, 1), "attention": "graph"}
     values: dict[str, object] = {
         "policy": "int8",
         "engine_digest": "e",
@@ -103,12 +110,8 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "planned_rounds": 1,
         "planned_workloads": {},
         "slices": [all_samples, low],
-        "noise": fidelity(),
-        "control": MustFailControl(factor=0.1, rows=CONTROL_ROWS),
-        "system": SystemMetrics.model_validate(system),
-        "baseline_system": SystemMetrics.model_validate(system),
-        "tests": NO_TESTS,
-        "baseline_tests": NO_TESTS,
+        "tests": measured_once(),
+        "baseline_tests": measured_once(),
         "drafters": [],
     }
     return EvaluationReport.model_validate({**values, **changes})
@@ -139,7 +142,7 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
 
 def full_pool_line(full_pool: FullPool) -> Check:
     """Return the report line for a given full-pool measurement."""
-    (line,) = lines("full_pool", report([], tests=NO_TESTS.model_copy(update={"full_pool": full_pool})))
+    (line,) = lines("full_pool", report([], tests=measured_once(full_pool=full_pool)))
     return line
 
 

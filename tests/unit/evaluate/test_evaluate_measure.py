@@ -67,7 +67,7 @@ def test_the_baseline_as_its_own_candidate_passes_without_distance(same: Judged)
 
 
 def test_the_noise_floor_repeats_samples_in_other_batches(baseline: Path) -> None:
-    noise = json.loads((baseline / "once.json").read_text(encoding="utf-8"))["noise"]
+    noise = json.loads((baseline / "tests.json").read_text(encoding="utf-8"))["noise"]
     # no sample is prose; find-11 is the longest sample with an answer
     repeated = [*SAMPLES[:4], SAMPLES[11], *SAMPLES[80:84]]
     assert noise["tokens"] == sum(len(sample.reference) + 1 for sample in repeated)
@@ -121,13 +121,13 @@ def test_the_must_fail_control_runs_last_and_detects_an_unread_cache(baseline: P
     engine = fake_engine(SAMPLES)
     report = evaluate(lambda: engine, SAMPLES, baseline, tmp_path / "sound")
     assert (engine.key_scale, engine.live) == (CONTROL_FACTOR, 0)
-    assert report.candidate_noise is not None
-    assert report.candidate_noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the corruption"
+    assert report.tests.noise is not None
+    assert report.tests.noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the corruption"
 
 
 def test_system_metrics_are_measured_under_the_fixed_load(same: Judged) -> None:
     report, _, _ = same
-    system = report.system
+    system = report.tests.system
     assert system.kib_per_token == 2 * 1 * 2 * 16 * 2 / 1024  # layers, heads, keys and values, head_dim, bytes
     assert system.kib_per_token_allocated == system.kib_per_token
     assert system.max_live_tokens == 2**30 // (1024 * 128) * 1024

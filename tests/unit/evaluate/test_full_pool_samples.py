@@ -11,7 +11,7 @@ from stages.core.records import Sample, ServedRequest, no_progress
 from stages.engines.interface import ForcedRequest
 from stages.evaluate.decoding.full_pool import MIN_LIMIT_KL, fill_pool_with_samples, mixed_requests
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.verdict.engine_tests import FullPool
+from stages.verdict.report import FullPool
 
 ITEMS = [
     EncodedSample(

@@ -150,9 +150,9 @@ def test_the_baselines_right_answer_is_scored_if_likelier(make: Any, tmp_path: P
         assert row.max_kl == pytest.approx(0, abs=1e-9)
     assert (rows["s2"].baseline_probability or 0) < 1e-9
     report = load_report(tmp_path / "report")
-    assert report.noise is not None
-    assert report.noise.kl_max == pytest.approx(0, abs=1e-9)
-    assert report.noise.tokens == sum(
+    assert report.baseline_tests.noise is not None
+    assert report.baseline_tests.noise.kl_max == pytest.approx(0, abs=1e-9)
+    assert report.baseline_tests.noise.tokens == sum(
         rows[f"s{i}"].scored_tokens for i in range(4)
     )  # the noise floor repeats the scored answers
     assert report.overall.fidelity.tokens == sum(row.scored_tokens for row in rows.values())

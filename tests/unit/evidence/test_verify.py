@@ -93,7 +93,7 @@ SAMPLES, VERDICT, GARBAGE = "samples, made again", "verdict, decided again", b"\
         (to_bytes("engine/hook.py", b""), ["engine: hook.py"], []),
         (to_bytes("kv_policy.json", b"{}"), ["copy: kv_policy.json"], []),
         (to_bytes("baseline/weights.bin", b"altered"), ["baseline: weights.bin"], []),
-        (replaced("report.json", b'"factor":0.1', b'"factor":2.0'), ["report: report.json"], []),
+        (replaced("report.json", b'"threads":1', b'"threads":2'), ["report: report.json"], []),
         (replaced("samples.jsonl", b'te_correct":true', b'te_correct":false'), ["report: samples.jsonl", VERDICT], []),
         (of_identity(lambda identity: identity["verdict"].update(round=2)), [VERDICT], []),
         (of_identity(lambda identity: identity["verdict"].update(status="FAIL")), [VERDICT], []),

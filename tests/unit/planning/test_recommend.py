@@ -159,8 +159,9 @@ CONFIG = LLAMA_8B | SIZES | {"vocab_size": 1000, "max_position_embeddings": 1024
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
     """A command line for a model that is only a config.json, in a work directory with one engine's evidence."""
-    system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["int8"].bytes_per_token(SHAPE) / 1024})
-    measured = {"coverage": EXERCISED, "system": system}
+    tests = make_report([]).tests
+    system = tests.system.model_copy(update={"kib_per_token": SHIPPED["int8"].bytes_per_token(SHAPE) / 1024})
+    measured = {"coverage": EXERCISED, "tests": tests.model_copy(update={"system": system})}
     judged_engine(tmp_path / "work" / "artifacts", measured=measured)
     (tmp_path / "some-llm").mkdir()
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG))

@@ -13,7 +13,7 @@ from stages.core.records import Sample
 from stages.evaluate.decoding.decode import StoppingCriteria, decode
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.system import allocation
+from stages.evaluate.decoding.system import wrong_allocation
 from stages.evaluate.inputs.tokens import encode
 from stages.verdict.conformance import ALLOWED, Deviation, EngineConformance, allowed
 from stages.verdict.coverage import Exercised, Limits
@@ -71,7 +71,7 @@ def test_free_answers_that_equal_the_decoded_answers_are_not_forced() -> None:
 
 def test_allocated_bytes_that_differ_from_the_policy_are_a_problem() -> None:
     engine = fake_engine(SAMPLES)
-    assert allocation(engine).difference is None
+    assert wrong_allocation(engine) == ""
     for part, problem in {
         "pool_bytes": "1024 bytes a token are allocated, the policy claims 128",
         "exact_bytes": "65536 bytes are allocated for the exact tokens, the policy claims 0 each",
@@ -79,7 +79,7 @@ def test_allocated_bytes_that_differ_from_the_policy_are_a_problem() -> None:
     }.items():
         memory = replace(fake_engine(SAMPLES).memory(), **{part: 65536})
         engine.memory = lambda memory=memory: memory  # type: ignore[misc,method-assign]
-        assert allocation(engine).difference == problem
+        assert wrong_allocation(engine) == problem
 
 
 def test_a_verdict_names_the_limits_that_it_covers() -> None:

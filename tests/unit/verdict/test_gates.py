@@ -18,10 +18,22 @@ from helpers.verdicts.engine_records import (
     engine_conformance,
     engine_tests,
 )
-from helpers.verdicts.reports import CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
+from helpers.verdicts.reports import (
+    CLASSES,
+    GATES,
+    answered,
+    drafted,
+    every_class,
+    fidelity,
+    gates,
+    measured_once,
+    prose,
+    row,
+    verdict,
+)
 
 from stages.verdict.bets import OUTLIER
-from stages.verdict.report import MustFailControl, SampleRow
+from stages.verdict.report import SampleRow
 from stages.verdict.verdict import Check, Gate, Verdict
 
 Rows = list[SampleRow]
@@ -74,7 +86,7 @@ WITHIN_A_BIN = [
 ]
 OPEN_MEANS = "max_mean_kl min_top10_overlap"
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
-BLIND, ABSENT = (MustFailControl(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
+BLIND = answered("retrieval", 8)
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
 
 
@@ -162,20 +174,22 @@ CASES = {
     "distances whose sum is not finite": GateCase(
         change_every(1, mean_kl=1e308, scored_tokens=1), "FAIL", "max_mean_kl max_ruined_share", "copy: mean KL nan"),
     "an unnoticed must-fail control": GateCase(
-        every_class(), "FAIL", "must_fail_control", "the evaluation does not see the cache", report={"control": BLIND}),
+        every_class(), "FAIL", "must_fail_control", "the evaluation does not see the cache",
+        report={"tests": measured_once(control=BLIND)}),
     "a must-fail control that did not run": GateCase(
-        every_class(), "FAIL", "must_fail_control", "it did not run", report={"control": ABSENT}),
+        every_class(), "FAIL", "must_fail_control", "it did not run", report={"tests": measured_once(control=[])}),
     "noise of the baseline itself": GateCase(
         every_class(), "INCONCLUSIVE", "noise_floor", "max_mean_kl=0.05 is finer than the baseline's own noise",
-        report={"noise": fidelity(kl_mean=0.06)}),
+        report={"baseline_tests": measured_once(noise=fidelity(kl_mean=0.06))}),
     "noise of the candidate itself": GateCase(
         every_class(), "INCONCLUSIVE", "noise_floor", "the candidate's own noise",
-        report={"candidate_noise": fidelity(kl_mean=1.0)}),
+        report={"tests": measured_once(noise=fidelity(kl_mean=1.0))}),
     "noise of single tokens": GateCase(
         every_class(), "INCONCLUSIVE", "noise_floor",
         "far tokens, a KL of 1, is finer than the baseline's own noise (99.9th percentile of KL 1.5)",
-        report={"noise": fidelity(kl_p999=1.5)}),
-    "noise that was not measured": GateCase(every_class(), "INCONCLUSIVE", "noise_floor", report={"noise": None}),
+        report={"baseline_tests": measured_once(noise=fidelity(kl_p999=1.5))}),
+    "noise that was not measured": GateCase(
+        every_class(), "INCONCLUSIVE", "noise_floor", report={"baseline_tests": measured_once(noise=None)}),
     "a failed stress test": GateCase(
         every_class(), "FAIL", "stress_test", "does not compute its policy: f", report={"tests": engine_tests(FAILED_STRESS)}),
     "a larger pool than the policy claims": GateCase(

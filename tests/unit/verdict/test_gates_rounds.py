@@ -13,6 +13,7 @@ from helpers.verdicts.reports import (
     gates,
     in_rounds,
     lines,
+    measured_once,
     prose,
     report,
     row,
@@ -21,7 +22,7 @@ from helpers.verdicts.reports import (
 
 from stages.policies.policy import KVPolicy, KVShape
 from stages.verdict.gates import decide, is_final
-from stages.verdict.report import MustFailControl, SampleRow
+from stages.verdict.report import SampleRow
 from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS
 from stages.verdict.verdict import RULES, Verdict
 
@@ -79,8 +80,8 @@ def test_a_pass_at_an_early_look_is_not_final() -> None:
     assert verdict(early, planned_rounds=2).status == "PASS"
     later = verdict(early + late, planned_rounds=2)
     assert {check.gate for check in later.checks if check.status == "FAIL"} == {"max_mean_kl", "max_ruined_share"}
-    control = MustFailControl(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CONTROL_ROWS])
-    assert verdict(in_rounds(answered("copy", 160), PLAN), planned_rounds=5, control=control).status == "PASS", "not a look"
+    tests = measured_once(control=[r.model_copy(update={"round": 9}) for r in CONTROL_ROWS])
+    assert verdict(in_rounds(answered("copy", 160), PLAN), planned_rounds=5, tests=tests).status == "PASS", "not a look"
 
 
 def test_an_undecided_evaluation_is_inconclusive_after_the_last_round() -> None:
@@ -99,7 +100,10 @@ def test_students_t_decides_from_36_documents_on() -> None:
 
 def test_checks_that_samples_cannot_decide_stop_after_the_first_round() -> None:
     first_round = [r for r in in_rounds([*answered("copy", 160), *answered("retrieval", 600)], PLAN) if r.round == 1]
-    cases: list[tuple[dict[str, Any], str]] = [({"samples": 33}, "FAIL"), ({"noise": None}, "INCONCLUSIVE")]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"samples": 33}, "FAIL"),
+        ({"baseline_tests": measured_once(noise=None)}, "INCONCLUSIVE"),
+    ]
     for changes, status in cases:
         judged = report(first_round, planned_rounds=len(PLAN), **changes)
         outcome = decide(judged, first_round, GATES)
