@@ -6,6 +6,7 @@ vocab_size.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,3 +246,17 @@ def steps(engine: Any) -> Callable[[], Step]:
 
         engine.current_step, engine.memo, engine._run = None, memo, noting
     return lambda: engine.current_step
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An injected fault: a small patch of a loaded engine."""
+
+    kind: str
+    """Group of the fault in docs/faults.md."""
+    name: str
+    models: str
+    """One-line description of the real fault."""
+    plant: Plant
+    loads: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context manager for loading the engine with the fault, for example with another kernel."""

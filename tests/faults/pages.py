@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from faults.fault import Fault
-from faults.hooks import Array, Plant, Step, every, given, method
+from faults.hooks import Array, Fault, Plant, Step, every, given, method
 from stages.policies.policy import PAGE_TOKENS
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from faults.fault import Fault
-from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, write, zero
+from faults.hooks import Array, Fault, Plant, Step, every, given, logits, method, reads, write, zero
 
 
 def rows_from(first: int) -> Callable[[Array, Step], Array]:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from faults.fault import Fault
-from faults.hooks import Array, Plant, Step, given, logits, method, reads, steps, write, zero
+from faults.hooks import Array, Fault, Plant, Step, given, logits, method, reads, steps, write, zero
 from faults.serving import generating
 from stages.policies.policy import PAGE_TOKENS
 

@@ -6,12 +6,15 @@ import runpy
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from faults.library import BY_NAME as FAULTS
+from faults.library import FAULTS as ALL_FAULTS
 from helpers.registry.signing_keys import key_pair
 from helpers.stride import STRIDE
 
@@ -63,6 +66,17 @@ def test_the_reference_page_is_current_and_describes_every_key() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
     assert TEXT["docs/reference.md"] == written, "run: python docs/reference.py"
     assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", written, re.MULTILINE) == []
+
+
+def test_the_library_of_faults_is_documented_and_every_fault_is_tested() -> None:
+    assert len(FAULTS) == len(ALL_FAULTS) == len({fault.models for fault in FAULTS.values()})
+    page = TEXT["docs/faults.md"]
+    table = page.partition("| kind |")[2].partition("\n\n")[0]
+    rows = {kind: int(count) for kind, count in re.findall(r"^\| (\w+) \|.*\| (\d+) \|$", table, re.MULTILINE)}
+    assert rows == Counter(fault.kind for fault in FAULTS.values())
+    assert f"has {len(FAULTS)} faults" in page
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in FAULTS if f'"{name}"' not in tests] == []
 
 
 @pytest.mark.parametrize("document", ["CHANGELOG.md", "docs/faults.md", "docs/limits.md"])
