@@ -1,4 +1,4 @@
-"""The example CI workflow (tests/long/test_workflow.py runs it), and the conversion of BFCL."""
+"""The example CI workflow (tests/long/test_commands.py runs it), and the conversion of BFCL."""
 
 import json
 import re
