@@ -21,16 +21,13 @@ MAX_ADDED_TOKENS = 1024
 def check_loadable(info: CheckpointInfo) -> None:
     """Raise UserError for files on which a later stage would fail. The result is not cached, because files may change.
 
-    Checks that the tokenizer is consistent, the chat template accepts a greeting within its limits, and weights are finite.
+    Checks that the tokenizer is consistent, the chat template accepts a greeting within its limits, and the weights of a
+    directory are finite. The conversion of a GGUF, which is the first step, checks its weights.
     """
-    from stages.checkpoints.intake.finite import check_finite, check_finite_gguf
+    from stages.checkpoints.intake.finite import check_finite
 
     if info.path.is_dir():
         check_finite(info)
-    else:
-        from stages.checkpoints.gguf.model import inspect_gguf
-
-        check_finite_gguf(inspect_gguf(info.path).header)
     with tokenizer_directory(info) as directory:
         _check_tokenizer(info, directory)
 

@@ -2,18 +2,13 @@
 
 import json
 import math
-import os
 import pydoc_data.topics
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from helpers.checkpoints.gguf_files import (
     CHARACTERS,
     SENTENCE_PIECES,
@@ -35,12 +30,9 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.files import end_tokens
 from stages.checkpoints.gguf import convert
 from stages.checkpoints.gguf.convert import convert_gguf
-from stages.checkpoints.gguf.header import GGUFTensor, Header
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.tokenizer import write_tokenizer
 from stages.checkpoints.gguf.vocabulary import UNUSED
-from stages.checkpoints.intake.finite import GGUF_NUMBERS, NOT_FINITE, check_finite_gguf
-from stages.checkpoints.intake.opening import check_loadable
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import UserError
@@ -101,38 +93,6 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     model.state_dict()["model.norm.weight"][0] = math.nan
     with pytest.raises(UserError, match=r"model\.path=.*output_norm\.weight holds a value that is not finite"):
         convert_model(tmp_path, model=model)
-
-
-@pytest.mark.parametrize("kind", GGUF_NUMBERS)
-def test_a_non_finite_block_is_found_without_dequantizing_it(kind: str, tmp_path: Path) -> None:
-    form, first, end = GGUF_NUMBERS[kind]
-    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    item = np.dtype(NOT_FINITE[form][0]).itemsize
-    for place in [None, *range(first, end, item)]:
-        stored = np.zeros(3 * size, np.uint8)
-        if place is not None:  # the upper half of a float32
-            upper = size + place + item - 2
-            stored[upper : upper + 2].view("<u2")[:] = 0xFC00 if form == "F16" else 0x7FC0  # -infinity, NaN
-        with np.errstate(invalid="ignore"):
-            dequantized = dequantize(stored.reshape(3, size), GGMLQuantizationType[kind])
-        assert np.isfinite(dequantized).all() == (place is None), "the gguf package agrees"
-        stored.tofile(tmp_path / "m.gguf")
-        header = Header(tmp_path / "m.gguf", {}, {"w": GGUFTensor(kind, (3, values), 0, stored.nbytes)})
-        with nullcontext() if place is None else pytest.raises(UserError, match="w holds a value that is not finite"):
-            check_finite_gguf(header)
-
-
-def test_a_non_finite_weight_is_refused_at_every_opening(tmp_path: Path) -> None:
-    gguf = write_gguf(tmp_path / "s.gguf", "Llama", random_model("Llama"))
-    info = inspect_gguf(gguf).info
-    check_loadable(info)
-    before = gguf.stat()
-    with gguf.open("r+b") as stream:
-        stream.seek(-64, os.SEEK_END)
-        stream.write(b"\xff" * 64)
-    os.utime(gguf, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match="not finite"):
-        check_loadable(info)
 
 
 @pytest.mark.parametrize(
