@@ -75,11 +75,11 @@ def export(
     progress("exporting", 0, 2)
     if not reasons["tensorrt_llm"]:
         adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info))
-        validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, info.shape.layers, static)
+        validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, static)
     progress("exporting", 1, 2)
     if not reasons["unified_hf"]:  # must be last: the exporter changes the model in place
         adapter.export_unified_hf(model, out / "unified_hf")
-        validate.validate_unified_hf(out / "unified_hf", policy, weights, info.shape.layers, static)
+        validate.validate_unified_hf(out / "unified_hf", policy, weights, static)
         # The exporter does not write these files, and an engine needs the complete checkpoint in one directory.
         for name in (GENERATION, *TOKENIZER_FILES):
             if name in info.other_files:
