@@ -126,6 +126,8 @@ def _check_model(config: Config, opened: set[Path]) -> None:
             from stages.checkpoints.loading import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
+        else:
+            _ = inspect_gguf(checkpoint.path).names  # raises UserError for other tensors than the model's
 
 
 def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:

@@ -6,6 +6,7 @@ llama.cpp writes Mistral as `general.architecture=llama`, because both compute t
 import math
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,40 @@ class GGUFModel:
     header: Header
     config: dict[str, Any]
     """Content of config.json, without the type of the weights."""
-    names: dict[str, str]
-    """Name of a converted tensor -> its name in the checkpoint."""
     vocabulary: Vocabulary
     info: CheckpointInfo
     """Description of the resulting checkpoint, with the path of the GGUF."""
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Name of a tensor in the GGUF -> its name in the checkpoint.
+
+        Raises UserError unless the file has exactly the tensors of the model. The first use imports torch and transformers.
+        """
+        from gguf.constants import MODEL_ARCH_NAMES
+        from gguf.tensor_mapping import get_tensor_name_map
+
+        from stages.checkpoints.loading import expected_tensors
+
+        header, architecture = self.header, self.header.metadata["general.architecture"]
+        number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        mapping = get_tensor_name_map(number, self.config["num_hidden_layers"])
+        names: dict[str, str] = {}
+        for target, shape in expected_tensors(header.path, self.config).items():
+            name = str(mapping.get_name(target, (".weight", ".bias")))
+            tensor = header.tensors.get(name)
+            if tensor is None or tensor.shape != shape:
+                problem = f"has shape {tensor.shape}" if tensor else "is missing"
+                raise header.error(
+                    f"tensor {name} {problem}; a {architecture} of this size has shape {shape}; convert the model again"
+                )
+            names[name] = target
+        unknown = sorted(header.tensors.keys() - names.keys() - {ROPE_FACTORS})
+        if unknown or (ROPE_FACTORS in header.tensors and architecture != "llama"):
+            raise header.error(
+                f"tensor {(unknown or [ROPE_FACTORS])[0]} does not belong to a {architecture}; use a model without it"
+            )
+        return names
 
 
 def inspect_gguf(path: Path) -> GGUFModel:
@@ -93,9 +123,8 @@ def inspect_gguf(path: Path) -> GGUFModel:
             "but the file has another tokenizer; convert the model again"
         )
     config = _config(header, architecture, vocabulary)
-    names = _tensor_names(header, architecture, config)
     info = describe_checkpoint(path, config, (SINGLE,), ("config.json", "tokenizer.json", "tokenizer_config.json"))
-    return GGUFModel(header, config, names, vocabulary, info)
+    return GGUFModel(header, config, vocabulary, info)
 
 
 def pairs_neighbours(model_type: str) -> bool:
@@ -211,71 +240,6 @@ def _llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[fl
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - smooth) / factor + smooth))
     return factors
-
-
-def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> dict[str, str]:
-    """Check that the file has exactly the model's tensors, and return a mapping from GGUF's names to transformers' names."""
-    expected = dense_tensors(architecture, config)
-    for name, (_, shape) in expected.items():
-        tensor = header.tensors.get(name)
-        if tensor is None or tensor.shape != shape:
-            problem = f"has shape {tensor.shape}" if tensor else "is missing"
-            raise header.error(
-                f"tensor {name} {problem}; a {architecture} of this size has shape {shape}; convert the model again"
-            )
-    unknown = sorted(header.tensors.keys() - expected.keys() - {ROPE_FACTORS})
-    if unknown or (ROPE_FACTORS in header.tensors and architecture != "llama"):
-        raise header.error(
-            f"tensor {(unknown or [ROPE_FACTORS])[0]} does not belong to a {architecture}; use a model without it"
-        )
-    return {name: target for name, (target, _) in expected.items()}
-
-
-DENSE_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-
-
-def dense_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return GGUF's tensor names -> transformers' names and shapes. `config` needs DENSE_SIZES and `tie_word_embeddings`."""
-    hidden, inner, vocab, layers, head_dim, q_heads, kv_heads = (config[key] for key in DENSE_SIZES)
-    queries, keys = q_heads * head_dim, kv_heads * head_dim
-    layer = {
-        "attn_norm.weight": ("input_layernorm.weight", (hidden,)),
-        "attn_q.weight": ("self_attn.q_proj.weight", (queries, hidden)),
-        "attn_k.weight": ("self_attn.k_proj.weight", (keys, hidden)),
-        "attn_v.weight": ("self_attn.v_proj.weight", (keys, hidden)),
-        "attn_output.weight": ("self_attn.o_proj.weight", (hidden, queries)),
-        "ffn_norm.weight": ("post_attention_layernorm.weight", (hidden,)),
-        "ffn_gate.weight": ("mlp.gate_proj.weight", (inner, hidden)),
-        "ffn_up.weight": ("mlp.up_proj.weight", (inner, hidden)),
-        "ffn_down.weight": ("mlp.down_proj.weight", (hidden, inner)),
-    }
-    if architecture == "qwen2":
-        for name, width in (("q", queries), ("k", keys), ("v", keys)):
-            layer[f"attn_{name}.bias"] = (f"self_attn.{name}_proj.bias", (width,))
-    if architecture == "gemma3":
-        layer["ffn_norm.weight"] = ("pre_feedforward_layernorm.weight", (hidden,))
-        layer["post_attention_norm.weight"] = ("post_attention_layernorm.weight", (hidden,))
-        layer["post_ffw_norm.weight"] = ("post_feedforward_layernorm.weight", (hidden,))
-    if architecture in ("qwen3", "gemma3"):
-        for name in ("q", "k"):
-            layer[f"attn_{name}_norm.weight"] = (f"self_attn.{name}_norm.weight", (head_dim,))
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", (vocab, hidden)),
-        "output_norm.weight": ("model.norm.weight", (hidden,)),
-    }
-    if not config["tie_word_embeddings"]:
-        tensors["output.weight"] = ("lm_head.weight", (vocab, hidden))
-    for number in range(layers):
-        tensors |= {f"blk.{number}.{name}": (f"model.layers.{number}.{to}", shape) for name, (to, shape) in layer.items()}
-    return tensors
 
 
 def _shortest(value: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from stages.checkpoints.description import attention_shape, integer, model_keys
 from stages.checkpoints.families import FAMILIES, other_cache
 from stages.checkpoints.files import read_json, refusal
-from stages.checkpoints.gguf.model import DENSE_SIZES, dense_tensors, inspect_gguf
+from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.quantized import Shape
 from stages.checkpoints.rope import read_rope
 from stages.core.errors import UserError, short
@@ -25,15 +25,6 @@ from stages.policies.policy import KVShape
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight's float16 scale."""
 BITS: dict[WeightsFormat, int] = {"none": 16, "fp8": 8, "int8_sq": 8, "int4_awq": 4}
-
-
-DENSE = {
-    **dict.fromkeys(("llama", "mistral"), ("llama", False)),
-    **{kind: (kind, False) for kind in ("qwen2", "qwen3")},
-    "gemma3_text": ("gemma3", True),
-}
-"""model_type of families whose weights follow from the sizes in config.json -> the architecture in GGUF, and whether
-transformers ties the embeddings by default."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +149,7 @@ def _max_positions(path: Path, config: dict[str, Any], *, supported: bool) -> in
 
 
 def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:
-    """Return the shapes of the weights by name. Families that are not DENSE are built by transformers, which imports torch."""
-    architecture, tied = DENSE.get(config["model_type"], ("", False))
-    plain = not (config.get("attention_bias") or config.get("mlp_bias"))
-    if architecture and plain and all(type(config.get(key)) is int for key in DENSE_SIZES):
-        return dict(dense_tensors(architecture, {"tie_word_embeddings": tied, **config}).values())
+    """Return the shapes of the weights by name, from the model that transformers builds. The first call imports torch."""
     from stages.checkpoints.loading import expected_tensors
 
     return expected_tensors(path, config)

@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from stages.checkpoints.description import CheckpointInfo, describe_checkpoint, read_config
 from stages.checkpoints.families import FAMILIES
-from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.rope import compose_rope, rope_at_top_level
 from stages.checkpoints.weights import check_weights
@@ -48,9 +47,6 @@ def test_a_checkpoint_of_transformers_5_loads_with_its_weights(saved: Path) -> N
     assert "rope_parameters" in config
     info = describe_checkpoint(saved, config, ("model.safetensors",), ("config.json",))
     check_weights(info, expected_tensors)
-    tensors = read_model(saved).tensors
-    assert tensors is not None
-    assert tensors() == expected_tensors(saved, config), "shapes computed without torch equal those of transformers"
     theirs = AutoConfig.from_pretrained(saved)
     assert has_windows(info, theirs)
     assert (info.shape.kv_heads, info.q_heads) == (theirs.num_key_value_heads, theirs.num_attention_heads)

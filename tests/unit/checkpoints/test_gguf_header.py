@@ -1,4 +1,4 @@
-"""GGUF files are refused by their header alone: in one line, before slow imports."""
+"""GGUF files are refused by their header alone, in one line."""
 
 import random
 import struct
@@ -25,7 +25,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(path: Path) -> str:
     with pytest.raises(UserError) as caught:
-        inspect_gguf(path)
+        _ = inspect_gguf(path).names
     text = str(caught.value)
     assert text.startswith(f"model.path={path}: ")
     assert text.isprintable()
@@ -70,7 +70,7 @@ GEMMA3 = {"gemma3__attention__causal": True}
         ({"llama__attention__head_count_kv": [2, 4]}, "llama.attention.head_count_kv must be a positive int, got [2, 4]"),
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "must be a positive float, got nan"),
         ({"llama__block_count": 4_000_000_000}, "llama.block_count=4000000000"),
-        ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
+        ({"llama__block_count": 3}, "tensor blk.2.attn_q.weight is missing"),
         ({"llama__block_count": 1}, "tensor blk.1.attn_k.weight does not belong to a llama"),
         ({"attention_bias": True}, "tensor blk.0.attn_k.bias does not belong to a llama"),
         ({"llama__feed_forward_length": 128}, "has shape (96, 64); a llama of this size has shape (128, 64)"),
