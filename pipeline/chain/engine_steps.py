@@ -168,7 +168,7 @@ class EngineSteps(Artifacts):
             return False
         from stages.quantize.materialize import checkpoint_scales
 
-        return checkpoint_scales(info.path, policy, info.shape) is not None
+        return checkpoint_scales(info, policy) is not None
 
     def exports(self, policy: KVPolicy) -> Artifact:
         weights, scales = self.weights(), self.quantized(policy)

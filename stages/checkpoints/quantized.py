@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from stages.checkpoints.files import read_json, refusal
 from stages.core.errors import UserError, short
+from stages.policies.policy import Side
 
 Shape = tuple[int, ...]
 MODELOPT_FILE = "hf_quant_config.json"
@@ -18,6 +19,9 @@ TYPES = ("I8", "F8_E4M3", "I32", "I64")
 """Types of safetensors for codes and their parameters."""
 CACHE_SCALE = re.compile(r".*\.(?:[qkv]|kv|[kv]_cache)[._](?:scale|zero_point)")
 """Names of the scales of cached keys and values among the weights."""
+STATIC_SCALE = re.compile(r"(?!.*vision|.*visual)(?:.*\.)?layers\.(\d+)\.(.*\.)?(?:(kv|k|v)(?:_cache\.|_)|output_)scale")
+"""Names of scales as exporters write them. Groups: layer, parent modules within the layer, and k, v or kv."""
+SIDE_OF = {"k": Side.KEY, "v": Side.VALUE}
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,19 @@ class Quantized:
                 yield name, f"{layer}.weight", weight if layout.bits(shape, weight) else shape
             elif part not in (*layout.required, *layout.optional) and not CACHE_SCALE.fullmatch(name):
                 yield name, name, shape
+
+
+def scale_place(name: str) -> tuple[int, tuple[Side, ...]] | None:
+    """Return the layer and the sides of a tensor with scales of keys or values; None for other tensors.
+
+    The side is that of the projection that the name contains, or else of the letter before `scale`.
+    """
+    match = STATIC_SCALE.fullmatch(name)
+    if match is None:
+        return None
+    projection = re.search(r"\b([kv])_proj\.", match[2] or "")
+    letters = projection[1] if projection and match[3] != "kv" else match[3]
+    return None if letters is None else (int(match[1]), tuple(SIDE_OF[letter] for letter in letters))
 
 
 def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:

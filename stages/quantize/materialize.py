@@ -11,15 +11,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from stages.checkpoints.carried_scales import scale_tensors, scales_by_layer
 from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, refusal
-from stages.checkpoints.quantized import AWQ, CACHE_SCALE, INT8_INPUTS_KEY, MODELOPT_FILE, SCALED, Layout
+from stages.checkpoints.quantized import AWQ, CACHE_SCALE, INT8_INPUTS_KEY, MODELOPT_FILE, SCALED, Layout, scale_place
 from stages.checkpoints.weights import tensors_on_disk
 from stages.core.errors import short
 from stages.core.files import link_or_copy_all
 from stages.core.records import Progress
-from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales, SideScales
 
 
@@ -149,15 +148,24 @@ def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
         (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": remaining}, indent=1) + "\n", encoding="utf-8")
 
 
-def checkpoint_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:
+def checkpoint_scales(info: CheckpointInfo, policy: KVPolicy) -> KVScales | None:
     """Return the checkpoint's own scales for a cache in the policy's format, or None if any scale is missing."""
+    places = tensor_files(info)
+    carried: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(info.shape.layers)]
+    for name in places:
+        layer, stored_sides = scale_place(name) or (0, ())
+        if stored_sides and layer < len(carried):
+            tensor = read_tensor(info, places, name)
+            if not tensor.is_floating_point():
+                raise refusal(info.path, f"{places[name]}: {name} is {tensor.dtype}, which is not a scale; correct it")
+            carried[layer] |= dict.fromkeys(stored_sides, tuple(tensor.float().flatten().tolist()))
     layers = []
-    for number, carried in enumerate(scales_by_layer(scale_tensors(path), shape.layers)):
+    for number, scales in enumerate(carried):
         sides: dict[Side, SideScales] = {}
         for side, form in policy.sides(number).items():
-            scale = carried.get(side.base, ())
+            scale = scales.get(side.base, ())
             plain = form.dtype == "fp8_e4m3" and form.scale == "calibrated" and form.symmetric
-            if not plain or len(scale) != form.static_scales(shape.kv_heads, shape.head_dim):
+            if not plain or len(scale) != form.static_scales(info.shape.kv_heads, info.shape.head_dim):
                 return None
             sides[side] = SideScales(scale=scale)
         layers.append(sides)

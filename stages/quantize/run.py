@@ -106,7 +106,7 @@ def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapp
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
-    carried = None if info.quantized is None else checkpoint_scales(checkpoint, policy, info.shape)
+    carried = None if info.quantized is None else checkpoint_scales(info, policy)
     measured = {rotation: read_extremes(path / EXTREMES_FILE) for rotation, path in extremes.items()}
     scales = carried or static_scales(policy, info.shape, measured, checkpoint)
     write_policy(out, policy, scales)

@@ -22,13 +22,13 @@ from stages.checkpoints.files import INDEX
 from stages.checkpoints.intake.finite import check_finite
 from stages.checkpoints.loading import expected_tensors, load_causal_lm
 from stages.checkpoints.places import checkpoint_label
-from stages.checkpoints.quantized import SERVED
+from stages.checkpoints.quantized import SERVED, scale_place
 from stages.checkpoints.weights import check_weights
 from stages.core.digest import file_digest
 from stages.core.errors import UserError
 from stages.engines.reference.model import round_inputs
 from stages.engines.trtllm.backend import target_refusal
-from stages.policies.policy import KVShape, Side
+from stages.policies.policy import SIDES, KVShape, Side
 from stages.quantize.materialize import checkpoint_scales, copy_without_scales, write_dequantized, write_plain
 
 
@@ -212,13 +212,32 @@ def test_cache_scales_are_read_and_not_served(tiny_checkpoint: Path, tmp_path: P
     info = inspect_checkpoint(tmp_path / "given")
     check_weights(info, expected_tensors)
     fp8 = SHIPPED["fp8"]
-    scales = checkpoint_scales(info.path, fp8, info.shape)
+    scales = checkpoint_scales(info, fp8)
     assert scales is not None
     assert [scales.layers[1][side].scale for side in (Side.KEY, Side.VALUE)] == [(0.125,), (0.0625,)]
-    assert checkpoint_scales(info.path, SHIPPED["fp8_head"], info.shape) is None
+    assert checkpoint_scales(info, SHIPPED["fp8_head"]) is None
     copy_without_scales(info, tmp_path / "served")
     original, served = (load_file(folder / "model.safetensors") for folder in (info.path, tmp_path / "served"))
     assert original.keys() - served.keys() == {name for name in original if name.endswith(("k_scale", "v_scale"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("model.layers.1.self_attn.k_scale", (Side.KEY,)),
+        ("model.layers.1.self_attn.v_proj.v_scale", (Side.VALUE,)),
+        ("model.layers.1.self_attn.attn.v_scale", (Side.VALUE,)),
+        ("model.layers.1.self_attn.k_cache.scale", (Side.KEY,)),
+        ("model.layers.1.self_attn.v_proj.output_scale", (Side.VALUE,)),
+        ("model.layers.1.self_attn.kv_scale", SIDES),
+        ("model.layers.1.self_attn.k_proj.v_scale", (Side.KEY,)),  # the projection decides
+        ("model.layers.1.self_attn.q_scale", None),
+        ("model.layers.1.self_attn.o_proj.output_scale", None),
+        ("vision_model.layers.1.self_attn.k_scale", None),
+    ],
+)
+def test_a_scale_belongs_to_the_layer_and_side_of_its_name(name: str, sides: tuple[Side, ...] | None) -> None:
+    assert scale_place(name) == (None if sides is None else (1, sides))
 
 
 def test_the_reference_rounds_inputs_in_the_same_layers(tiny_checkpoint: Path, tmp_path: Path) -> None:
