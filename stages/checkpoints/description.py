@@ -1,7 +1,7 @@
 """Reads and checks the config.json of a Hugging Face checkpoint, and describes its model."""
 
 import os
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ MAX_LAYERS = 4096
 """Maximum number of layers or of experts, far above any model's."""
 MAX_SIZE = 1 << 30
 """Maximum of any other size, far above any model's."""
+
+TOKENS = ("bos_token_id", "pad_token_id")
+"""Keys of tokens besides those that end an answer, which `end_tokens` checks."""
 
 LENGTHS = ("n_positions", "seq_length", "seq_len", "max_seq_len", "max_seq_length", "max_sequence_length")
 """Other families' names of max_position_embeddings. vLLM serves no more than the smallest of all."""
@@ -142,15 +145,11 @@ def describe_checkpoint(
     if experts is not None and chosen is not None and chosen > experts:
         raise refusal(path, f"config.json: num_experts_per_tok={chosen} exceeds the number of experts, {experts}; correct it")
     shape, q_heads = attention_shape(path, config)
-    rotated = config.get("no_rope_layers")
-    if rotated is not None and not (
-        isinstance(rotated, list) and len(rotated) == shape.layers and all(number in (0, 1) for number in rotated)
-    ):
-        raise wrong_value(path, config, "no_rope_layers", f"a list of {shape.layers} numbers, 0 or 1")
     rope = read_rope(path, config)
     vocab_size = integer(path, config, "vocab_size")
     for key in TOKENS:
-        if not all(number < vocab_size for number in _numbers(config.get(key))):
+        token = config.get(key)
+        if type(token) is int and not -1 <= token < vocab_size:
             raise wrong_value(path, config, key, f"one of the {vocab_size:,} tokens")
     length = integer(path, config, "max_position_embeddings")
     for key in LENGTHS:
@@ -219,49 +218,22 @@ def integer(path: Path, config: dict[str, Any], key: str, default: int | None = 
     return value
 
 
-def _is_positive(value: object) -> bool:
-    return value is None or (is_number(value) and value != 0)
-
-
-def _numbers(tokens: object) -> list[Any]:
-    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
-
-
-def _is_token(value: object) -> bool:
-    return all(type(number) is int and -1 <= number < MAX_SIZE for number in _numbers(value))
-
-
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-NUMBERS = (
-    "query_pre_attn_scalar",
-    "attention_multiplier",
-    "logits_scaling",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "clip_qkv",
-)
-
-VALUE_RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
-    (("hidden_act", "hidden_activation"), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
-    (NUMBERS, "a positive number", _is_positive),
-    (
-        ("rms_norm_eps", "norm_epsilon", "partial_rotary_factor"),
-        "a number above 0, at most 1",
-        lambda value: _is_positive(value) and (value is None or is_number(value, highest=1)),
-    ),
-    (("rope_theta", "rope_local_base_freq"), "a number of at least 1", lambda value: value is None or is_number(value, 1)),
-    (
-        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
-        "true or false",
-        lambda value: type(value) is bool,
-    ),
-    (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, *DTYPES)),
-    (TOKENS, "a token's number", _is_token),
-)
-"""(keys, expected value, check) of the optional values of config.json that affect the model's arithmetic, except sizes."""
-OPTIONAL = {key for keys, *_ in VALUE_RULES for key in keys} | {
+MULTIPLIERS = ("attention_multiplier", "logits_scaling", "embedding_multiplier", "residual_multiplier")
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+POSITIVE = {
+    **dict.fromkeys(("query_pre_attn_scalar", "clip_qkv", *MULTIPLIERS, *SOFTCAPS), sys.float_info.max),
+    **dict.fromkeys(("rms_norm_eps", "norm_epsilon", "partial_rotary_factor"), 1.0),
+}
+"""Optional numbers of config.json that affect the model's arithmetic -> their maximum; they are above 0."""
+BASES = ("rope_theta", "rope_local_base_freq")
+CHOICES = {
+    **dict.fromkeys(("hidden_act", "hidden_activation"), ACTIVATIONS),
+    **dict.fromkeys(("dtype", "torch_dtype"), (None, *DTYPES)),
+}
+"""Optional texts of config.json that affect the model's arithmetic -> their values. transformers checks all other types."""
+OPTIONAL = {
+    *(*POSITIVE, *BASES, *CHOICES, *TOKENS, "eos_token_id"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
     *("rope_scaling", "rope_parameters", "num_key_value_heads", "head_dim"),
     *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "sliding_window_pattern"),
 }
@@ -269,10 +241,16 @@ OPTIONAL = {key for keys, *_ in VALUE_RULES for key in keys} | {
 
 
 def _check_values(path: Path, config: dict[str, Any]) -> None:
-    for keys, expected, is_valid in VALUE_RULES:
-        for key in keys:
-            if key in config and not is_valid(config[key]):
-                raise wrong_value(path, config, key, expected)
+    for key, highest in POSITIVE.items():
+        value = config.get(key)
+        if value is not None and not (is_number(value, highest=highest) and value):
+            raise wrong_value(path, config, key, "a number above 0" + (", at most 1" if highest == 1 else ""))
+    for key in BASES:
+        if config.get(key) is not None and not is_number(config[key], 1):
+            raise wrong_value(path, config, key, "a number of at least 1")
+    for key, values in CHOICES.items():
+        if key in config and config[key] not in values:
+            raise wrong_value(path, config, key, f"one of {', '.join(filter(None, values))}")
     for old_key, new_key in (("torch_dtype", "dtype"), ("hidden_act", "hidden_activation")):
         old, new = config.get(old_key), config.get(new_key)
         if old is not None and new is not None and old != new:

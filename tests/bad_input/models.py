@@ -51,7 +51,6 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("more experts per token than experts", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
-    ("no_rope_layers with a number above 1", {"no_rope_layers": [1, 2]}, ("no_rope_layers", "numbers, 0 or 1", "[1, 2]")),
     ("a decoder in text_config too", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
 )
 
