@@ -125,14 +125,6 @@ def check_file(path: Path, name: str) -> None:
         raise refusal(path, f"{name} cannot be read ({error.strerror}); give a readable file") from None
 
 
-def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Return the byte offset of a safetensors file's data, and its header, which `check_weights` must have checked before."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    return 8 + length, header
-
-
 GENERATION = "generation_config.json"
 FILES_WITH_END_TOKENS = (GENERATION, "config.json")
 KEY = "eos_token_id"

@@ -20,11 +20,13 @@ from typing import Any
 from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import INDEX, TOKENIZER_FILES, read_json, refusal
-from stages.checkpoints.rope import SLIDING, compose_rope
-from stages.checkpoints.rope_check import check_rotary
+from stages.checkpoints.rope import SLIDING, TOP_LEVEL_KEYS, compose_rope, read_rope
 from stages.checkpoints.unread_keys import refuse_unread_keys
 from stages.checkpoints.windows import PATTERNS, layer_windows
 from stages.core.errors import UserError, short
+
+DEFAULTED = (*TOP_LEVEL_KEYS, "original_max_position_embeddings")
+"""Parameters for which the default of the model class is accepted. Without a `rope_type` in config.json, every default is."""
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:
@@ -50,7 +52,7 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
             f"model.path={directory}: the weights do not fit {info.architecture}, {missing[0]} is missing or has another "
             "shape; give the complete checkpoint"
         )
-    check_rotary(directory, config, model)
+    _check_rotary(directory, config, model)
     return model
 
 
@@ -76,7 +78,7 @@ def expected_tensors(path: Path, config: dict[str, Any], frequencies: Mapping[st
             built: Any = AutoModelForCausalLM.from_config(config_for_model(**compose_rope(path, config)))
         # transformers 5 stacks the experts' weights in memory but saves them one by one.
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
-        check_rotary(path, config, built, frequencies)
+        _check_rotary(path, config, built, frequencies)
         _check_windows(path, config, built.config)
         refuse_unread_keys(path, config, built.config, state)
     except UserError:
@@ -90,6 +92,67 @@ def expected_tensors(path: Path, config: dict[str, Any], frequencies: Mapping[st
         logging.set_verbosity(verbosity)
     tied = built.config.tie_word_embeddings
     return {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
+
+
+def _check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError if a model's rotary embeddings differ from its configuration or from its weights.
+
+    `stored`: frequencies by tensor name; old checkpoints contain them, and transformers ignores them.
+    """
+    rebuilt = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
+    computed = [buffer for name, buffer in rebuilt.named_buffers() if name.endswith("inv_freq")]
+    by_kind = {
+        kind: (stated, model.config.rope_parameters if kind is None else model.config.rope_parameters[kind])
+        for kind, stated in read_rope(path, config).layers.items()
+        if kind is None or kind in model.config.layer_types
+    }
+    if stored:  # old versions of transformers stored the frequencies before they were scaled
+        computed += [_rotary({**applied, "rope_type": "default"}, model.config)[0] for _, applied in by_kind.values()]
+    for name, frequencies in (stored or {}).items():  # often rounded to 16 bits
+        if not any(
+            frequencies.shape == buffer.shape and buffer.allclose(frequencies.float(), rtol=0.01, atol=1e-6)
+            for buffer in computed
+        ):
+            raise refusal(
+                path,
+                f"the rotary frequencies in {short(name)} of the weights differ from config.json; correct rope_theta and "
+                "rope_scaling, or remove the tensor if they are correct",
+            )
+    for kind, (stated, applied) in by_kind.items():
+        prefix = "" if kind is None else f"{kind}_"
+        differing = [f"{key}={short(applied.get(key))}" for key, value in stated.items() if applied.get(key) != value]
+        keys = DEFAULTED if "rope_type" in stated else applied.keys()
+        expected, scale = _rotary({key: applied[key] for key in keys if key in applied} | stated, model.config)
+        frequencies = getattr(rebuilt, f"{prefix}inv_freq")
+        if differing or frequencies.shape != expected.shape or not frequencies.allclose(expected, rtol=1e-6, atol=0):
+            applies = "other rotary " + (f"parameters ({', '.join(differing)})" if differing else "frequencies")
+        elif getattr(rebuilt, f"{prefix}attention_scaling") != scale:
+            applies = f"another attention_factor (not {scale})"
+        else:
+            continue
+        parameters = ", ".join(f"{key}={short(value)}" for key, value in stated.items())
+        raise refusal(
+            path,
+            f"config.json: transformers applies {applies} to {'all' if kind is None else kind} layers of this "
+            f"{model.config.model_type} than the stated {parameters}; correct the rope parameters",
+        )
+
+
+def head_dim_of(config: Any) -> int:
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+
+
+def _rotary(parameters: dict[str, Any], config: Any) -> tuple[Any, float]:
+    """Return the inverse frequencies and the attention factor for RoPE parameters and the sizes of `config`."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if parameters["rope_type"] == "default":
+        parameters = parameters | {"rope_type": "linear", "factor": 1.0}
+    positions = config.max_position_embeddings
+    plain = LlamaConfig(head_dim=head_dim_of(config), max_position_embeddings=positions, rope_parameters=parameters)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](plain)
+    return frequencies, scale
 
 
 def _check_windows(path: Path, config: dict[str, Any], loaded: Any) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from stages.checkpoints.description import inspect_checkpoint, read_config
 from stages.checkpoints.files import INDEX
-from stages.checkpoints.intake.finite import check_finite
+from stages.checkpoints.intake.opening import check_finite
 from stages.checkpoints.loading import expected_tensors, load_causal_lm
 from stages.checkpoints.places import checkpoint_label
 from stages.checkpoints.quantized import SERVED, scale_place
