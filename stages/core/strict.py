@@ -57,17 +57,6 @@ def absolute_path(path: str) -> Path:
 LFS_POINTER = b"version https://git-lfs"
 
 
-PACKED = {
-    "gzip": (b"\x1f\x8b", b""),
-    "bzip2": (b"BZh", b""),
-    "xz": (b"\xfd7zXZ", b""),
-    "zip": (b"PK\x03\x04", b""),
-    "zstd": (b"(\xb5/\xfd", b""),
-    "Parquet": (b"PAR1", b"PAR1"),
-}
-"""Format that is not text -> the first and the last bytes of its files. A text may begin like a Parquet file."""
-
-
 class Unreadable(ValueError):
     """A file that cannot be used. The message states the problem and the fix; the caller adds the file's name."""
 
@@ -117,15 +106,9 @@ def refuse_pointer(content: bytes) -> None:
 def read_user_file(key: str, path: Path) -> bytes:
     """Return the content of the user's file that `key` names, for samples or texts. Raises UserError if `read_file` fails."""
     try:
-        content = read_file(path, MAX_TEXT_BYTES)
+        return read_file(path, MAX_TEXT_BYTES)
     except Unreadable as error:
         raise UserError(f"{key}={path}: {error}") from None
-    packed = next(
-        (kind for kind, (first, last) in PACKED.items() if content.startswith(first) and content.endswith(last)), None
-    )
-    if packed is not None:
-        raise UserError(f"{key}={path}: is a {packed} file; give its content as a text file")
-    return content
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
