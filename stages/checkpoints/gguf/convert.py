@@ -13,13 +13,11 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
-from stages.checkpoints.files import INDEX, SINGLE, write_end_tokens
+from stages.checkpoints.files import SINGLE, write_end_tokens
 from stages.checkpoints.gguf.header import GGUFTensor
 from stages.checkpoints.gguf.model import GGUFModel, inspect_gguf, pairs_neighbours
 from stages.checkpoints.gguf.tokenizer import write_tokenizer
 from stages.core.records import Progress
-
-SHARD_BYTES = 4_000_000_000
 
 STORED_AS = {"F32": ("float32",), "F16": ("float16", "float32"), "BF16": ("bfloat16", "float32")}
 """Common type of all matrices -> types that represent them exactly. The first type that also covers the vectors is written."""
@@ -30,10 +28,6 @@ instead of 1.4e-3). bfloat16 is used for weights beyond float16's maximum of 65,
 
 ROTATED = {".attn_q.weight": "num_attention_heads", ".attn_k.weight": "num_key_value_heads"}
 """Suffix of the names of matrices whose rows GGUF reorders -> key of config.json with their number of heads."""
-
-
-class _OutOfRange(Exception):
-    """A value that is not finite in the written type."""
 
 
 def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
@@ -47,53 +41,25 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
     model = inspect_gguf(gguf)
     kinds = {tensor.kind for name, tensor in model.header.tensors.items() if name in model.names and len(tensor.shape) > 1}
     types = STORED_AS.get(kinds.pop(), QUANTIZED_AS) if len(kinds) == 1 else QUANTIZED_AS
-    for name in types:
-        for stale in out.glob("*.safetensors"):  # left by an attempt with a type that was too narrow
-            stale.unlink()
-        try:
-            _write_weights(model, getattr(torch, name), out, progress)
+    for dtype in types:
+        tensors: dict[str, torch.Tensor] = {}
+        unfit = ""
+        for done, (name, target) in enumerate(model.names.items()):
+            progress("converting", done, len(model.names))
+            tensors[target] = _weights(model, name).to(getattr(torch, dtype))
+            if not torch.isfinite(tensors[target]).all():
+                unfit = name
+                break
+        if not unfit:
             break
-        except _OutOfRange as error:
-            reason = error
-    else:
-        raise model.header.error(f"{reason}; convert the model again")
+    if unfit:
+        raise model.header.error(f"tensor {unfit} holds a value that is not finite as {dtype}; convert the model again")
+    save_file(tensors, out / SINGLE, metadata={"format": "pt"})
+    progress("converting", len(model.names), len(model.names))
     write_tokenizer(model.vocabulary, model.info.max_positions, out)
     write_end_tokens(model.vocabulary.ends, out)
-    text = json.dumps({**model.config, "torch_dtype": name}, indent=1)
+    text = json.dumps({**model.config, "torch_dtype": dtype}, indent=1)
     (out / "config.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _write_weights(model: GGUFModel, dtype: torch.dtype, out: Path, progress: Progress) -> None:
-    shards = _shards(model, dtype)
-    weight_map: dict[str, str] = {}
-    done = 0
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            progress("converting", done, len(model.names))
-            tensors[model.names[name]] = _cast(name, _weights(model, name), dtype)
-            done += 1
-        weight_map |= dict.fromkeys(tensors, file)
-        save_file(tensors, out / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    progress("converting", done, len(model.names))
-
-
-def _shards(model: GGUFModel, dtype: torch.dtype) -> list[list[str]]:
-    """Return the GGUF's tensor names per output file; a file has at most SHARD_BYTES or a single tensor."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in model.names:
-        nbytes = int(np.prod(model.header.tensors[name].shape)) * dtype.itemsize
-        if shards[-1] and filled + nbytes > SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-    return shards
 
 
 def _weights(model: GGUFModel, name: str) -> torch.Tensor:
@@ -113,10 +79,3 @@ def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray[tuple[int, ...], n
     stored = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(*tensor.shape[:-1], -1)
     values = dequantize(np.array(stored), GGMLQuantizationType[tensor.kind])
     return np.ascontiguousarray(values, np.float32).reshape(tensor.shape)
-
-
-def _cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = values.to(dtype)
-    if not torch.isfinite(cast).all():
-        raise _OutOfRange(f"tensor {name} holds a value that is not finite as {str(dtype).removeprefix('torch.')}")
-    return cast
