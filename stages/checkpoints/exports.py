@@ -19,10 +19,7 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
         return reason
     if policy.key.dtype == "fp16" or algorithm(policy.key) in algorithms:
         return None
-    if policy.key.code.modelopt_name and not policy.key.code.modelopt_export:
-        problem = "ModelOpt writes amax / 448 as the layer scale, but its quantizer uses amax / 2688: a factor of 6"
-    else:
-        problem = "the export has no name for this format and would refuse, drop or mislabel it"
+    problem = "the export has no name for this format and would refuse, drop or mislabel it"
     return f"{describe_format(policy.key)} keys and values: {problem}"
 
 
@@ -63,7 +60,7 @@ def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
 def algorithm(form: Format) -> str | None:
     """Return ModelOpt's algorithm name for a cache with this format for keys and values; None if it has no name."""
     plain = form.static_granularity == "per_tensor" and form.symmetric and form.rotation == "none"
-    return form.code.modelopt_name if plain and form.code.modelopt_export else None
+    return form.code.modelopt_name if plain else None
 
 
 def describe_format(form: Format) -> str:

@@ -78,9 +78,7 @@ class Spec:
     modelopt_bits: int | tuple[int, int] | None = None
     """ModelOpt's num_bits for this arithmetic: bits, or (exponent bits, mantissa bits); None if ModelOpt differs."""
     modelopt_name: str | None = None
-    """ModelOpt's algorithm name for a cache with one calibrated scale per layer."""
-    modelopt_export: bool = True
-    """Whether ModelOpt's exports under that name are correct."""
+    """ModelOpt's algorithm name for a cache with one calibrated scale per layer; None if no export of it is correct."""
     vllm: Mapping[str, str] = field(default_factory=dict)
     """Granularity -> vLLM's cache type with identical arithmetic."""
     llamacpp: str | None = None

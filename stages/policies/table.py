@@ -42,12 +42,10 @@ NVFP4 = Spec(
     block=16,
     block_limit=NVFP4_SCALES[1],
     native=(8, None),
-    modelopt_name="NVFP4",
-    modelopt_export=False,
     vllm={"per_group": "nvfp4"},
 )
-"""Byte i holds the code of channel i in its lower four bits and the code of channel D / 2 + i in its upper four bits. ModelOpt
-names the format, but its export writes amax / 448 as the layer's scale, whereas its quantizer uses amax / 2688."""
+"""Byte i holds the code of channel i in its lower four bits and the code of channel D / 2 + i in its upper four bits.
+ModelOpt's export is not used: it writes amax / 448 as the layer's scale, whereas its quantizer uses amax / 2688."""
 
 GGML_BLOCK = 32
 """Channels per block of llama.cpp's types."""
