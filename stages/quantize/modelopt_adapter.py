@@ -7,11 +7,10 @@ import contextlib
 import io
 import json
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import modelopt.torch.quantization as mtq
 import torch
@@ -41,19 +40,12 @@ from stages.quantize.scales import Extremes
 
 def quantize_model(model: torch.nn.Module, recipe: QuantizationRecipe, forward_loop: ForwardLoop | None) -> None:
     """Insert and calibrate the recipe's quantizers in place."""
-    with hide_output() as stdout:
-
-        def printing_loop(model: torch.nn.Module) -> None:
-            # The loop's progress on stdout must stay visible while ModelOpt's prints are hidden.
-            assert forward_loop is not None
-            with contextlib.redirect_stdout(stdout):
-                forward_loop(model)
-
+    with hide_output():
         # Disable every quantizer first: the presets of 0.47 leave some enabled.
         rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
         rules += [{"quantizer_name": name, "cfg": cfg, "enable": True} for name, cfg in recipe.entries]
         config = {"quant_cfg": rules, "algorithm": recipe.algorithm}
-        mtq.quantize(model, config, None if forward_loop is None else printing_loop)
+        mtq.quantize(model, config, forward_loop)
     check_enabled(recipe.expected, enabled_attributes(model))
 
 
@@ -218,9 +210,9 @@ def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, Removab
 
 
 @contextlib.contextmanager
-def hide_output() -> Iterator[TextIO]:
-    """Move ModelOpt's prints to the debug log, hide warnings about conditions checked here, and yield the original stdout."""
-    stdout, printed = sys.stdout, io.StringIO()
+def hide_output() -> Iterator[None]:
+    """Move ModelOpt's prints to the debug log, and hide warnings about conditions checked here."""
+    printed = io.StringIO()
     loggers = [logging.getLogger(name) for name in ("modelopt", "transformers")]
     levels = [logger.level for logger in loggers]
     try:
@@ -228,7 +220,7 @@ def hide_output() -> Iterator[TextIO]:
             logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
             warnings.simplefilter("ignore")
-            yield stdout
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
