@@ -2,11 +2,10 @@
 
 import errno
 import os
-import secrets
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,30 +89,23 @@ def test_a_file_replaces_another_users_file(tmp_path: Path) -> None:
 
 
 def test_two_writers_with_one_process_id_do_not_interfere(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in two containers over one work directory: the second writer begins and ends while the first one writes."""
-    page, artifacts = store / "page.html", store / "quantize" / "one"
+    """As in two containers over one work directory: every writer has a scratch file of its own."""
+    scratch: list[Path] = []
 
-    def write_page() -> None:
-        write_atomically(page, "PASS")
+    def recording(function: Callable[..., object], position: int) -> Callable[..., object]:
+        def call(*paths: Path) -> object:
+            scratch.append(paths[position])
+            return function(*paths)
 
-    def link() -> None:
-        link_or_copy(owned, artifacts / secrets.token_hex(4))
+        return call
 
-    for module, name, write in ((Path, "write_text", write_page), (shutil, "copyfile", link)):
-        second = iter([write])
-        sound: Any = getattr(module, name)
-
-        def interrupted(*arguments: Any, second: Any = second, sound: Any = sound, **options: Any) -> Any:
-            result = sound(*arguments, **options)
-            for other in second:
-                other()
-            return result
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, interrupted)
-            write()
-    assert page.read_text() == "PASS"
-    assert len(list(artifacts.iterdir())) == 2
+    monkeypatch.setattr(shutil, "copyfile", recording(shutil.copyfile, 1))
+    monkeypatch.setattr(Path, "replace", recording(Path.replace, 0))
+    for name in ("one", "two"):
+        write_atomically(store / "page.html", "PASS")
+        link_or_copy(owned, store / "quantize" / name / "w")
+        next((store / POOL).iterdir()).unlink()
+    assert len(set(scratch)) == 4, "two pages, and two copies that are both written and renamed"
 
 
 def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
