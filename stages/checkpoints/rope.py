@@ -27,6 +27,7 @@ YARN_BETAS = 1, 32
 OPTIONAL_PARAMETERS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 FLAGS = ("truncate", "finetuned")
 """Parameters that are true or false. The others are numbers."""
+AT_LEAST_1 = ("rope_theta", "original_max_position_embeddings", "factor")
 MAX_VALUE = 1e12
 ROPE_TEXTS = ("rope_type", "type")
 
@@ -68,58 +69,46 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
     Raises UserError if a value has the wrong type, a kind is not supported or lacks a parameter, two keys contradict each
     other, rope_parameters has layer types although the family does not use them, or lacks a layer type of the family.
     """
-    new = config.get("rope_parameters")
+    new, local = config.get("rope_parameters"), FAMILIES[config["model_type"]].local_base
     if new is not None and not isinstance(new, dict):
         raise wrong_value(path, dict(config), "rope_parameters", "an object or null")
-    local = FAMILIES[config["model_type"]].local_base
-    old = _check_parameters(path, "rope_scaling", config.get("rope_scaling"))
-    top_level = {key: config[key] for key in TOP_LEVEL_KEYS if config.get(key) is not None}
-    _refuse_contradiction(path, top_level, "rope_scaling", old)
-    typed = by_layer_type(new or {})
-    by_type: dict[str | None, dict[str, Any]] = {}
-    for kind, parameters in typed.items():
-        place = "rope_parameters" if kind is None else f"rope_parameters.{kind}"
-        by_type[kind] = _check_parameters(path, place, parameters)
-        keys = (local if kind == SLIDING and local else "rope_theta", "partial_rotary_factor")
-        _refuse_contradiction(path, {key: config[key] for key in keys if config.get(key) is not None}, place, by_type[kind])
-        if kind != SLIDING and by_type[kind]:
-            _refuse_contradiction(path, {f"rope_scaling.{key}": value for key, value in old.items()}, place, by_type[kind])
-    if not by_type and "rope_scaling" in config:
+    new, old = new or {}, _check_parameters(path, "rope_scaling", config.get("rope_scaling"))
+    places = {kind: "rope_parameters" if kind is None else f"rope_parameters.{kind}" for kind in (None, FULL, SLIDING)}
+    typed = {kind: _check_parameters(path, places[kind], parameters) for kind, parameters in by_layer_type(new).items()}
+    if typed and None not in typed:
+        if local is None:
+            raise refusal(
+                path,
+                f"config.json: rope_parameters has layer types, which transformers does not read for a {config['model_type']}; "
+                "write the parameters that the weights were trained with directly into rope_parameters",
+            )
+        shared = {f"rope_parameters.{key}": value for key, value in new.items() if key not in typed and value not in (None, {})}
+        _refuse_contradiction(path, shared, places[FULL], typed.get(FULL) or {"rope_type": "default"})
+    if not typed and "rope_scaling" in config:
         old = {"rope_type": "default"} | old
-    if local is not None:
-        return Rope(_parameters_by_type(path, config, local, old, by_type))
-    if by_type and None not in by_type:
-        raise refusal(
-            path,
-            f"config.json: rope_parameters has layer types, which transformers does not read for a {config['model_type']}; "
-            "write the parameters that the weights were trained with directly into rope_parameters",
-        )
-    stated = top_level | by_type.get(None, old)
-    return Rope({None: stated} if stated else {})
-
-
-def _parameters_by_type(
-    path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], by_type: Mapping[str | None, dict[str, Any]]
-) -> dict[str | None, dict[str, Any]]:
-    """Return the parameters of a family whose sliding layers have their own rotary embedding, which is plain by default."""
-    declared, main = config.get("rope_parameters") or {}, by_type.get(None) or old
-    full = by_type.get(FULL) or {"rope_type": "default"}
-    for key, value in {} if None in by_type else declared.items():
-        if key not in by_type and value not in (None, {}):
-            _refuse_contradiction(path, {f"rope_parameters.{key}": value}, "rope_parameters.full_attention", full)
-    by_layer_type: dict[str | None, dict[str, Any]] = {}
-    unstated = list[str]()
-    for kind, base, scaled in ((FULL, "rope_theta", main), (SLIDING, local, {})):
-        theta = config.get(base) or declared.get(base)
-        top_level = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
-        stated = {key: value for key, value in top_level.items() if value is not None} | (by_type.get(kind) or scaled)
-        by_layer_type[kind] = {"rope_type": "default"} | stated if stated else {}
-        if not by_layer_type[kind] or (by_type and not by_type.get(kind) and theta is None):
+    layers: dict[str | None, dict[str, Any]] = {}
+    unstated: list[str | None] = []
+    for kind in (FULL, SLIDING) if local else (None,):
+        base = local if local and kind == SLIDING else "rope_theta"
+        given = kind if kind in typed or kind == SLIDING else None  # keys of all layers apply only to full attention
+        top_level = {key: config[key] for key in (base, "partial_rotary_factor") if config.get(key) is not None}
+        _refuse_contradiction(path, top_level, places[given], typed.get(given, {}))
+        if kind != SLIDING:
+            _refuse_contradiction(path, top_level, "rope_scaling", old)
+            scaling = {f"rope_scaling.{key}": value for key, value in old.items()}
+            _refuse_contradiction(path, scaling, places[given], typed.get(given, {}))
+        theta = config.get(base) or new.get(base)
+        stated = {} if theta is None else {"rope_theta": theta}
+        stated |= {key: value for key, value in top_level.items() if key != base}
+        stated |= typed.get(given) or ({} if kind == SLIDING else old)
+        if stated:
+            layers[kind] = {"rope_type": "default"} | stated if local else stated
+        if not stated or (typed and kind not in typed and theta is None):
             unstated.append(kind)
     missing = next((kind for kind in unstated if kind in (config.get("layer_types") or (FULL, SLIDING))), None)
-    if missing is not None and (by_type or any(by_layer_type.values())):
-        raise refusal(path, f"config.json: rope_parameters.{missing} is missing; add it with its rope_theta")
-    return {kind: parameters for kind, parameters in by_layer_type.items() if parameters}
+    if local and missing and (typed or layers):
+        raise refusal(path, f"config.json: {places[missing]} is missing; add it with its rope_theta")
+    return Rope(layers)
 
 
 def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -181,9 +170,11 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
         raise refusal(path, f"config.json: {place}.rope_type={short(kind)} is not supported; use one of {choices}")
     read = (*COMMON_KEYS, *REQUIRED_PARAMETERS.get(kind, ()), *OPTIONAL_PARAMETERS.get(kind, ()))
     for key, value in parameters.items():
-        may_be_bool = key in FLAGS or key not in read
-        if key not in ROPE_TEXTS and not (value is None or is_number(value) or (type(value) is bool and may_be_bool)):
-            raise refusal(path, f"config.json: {place}.{short(key)} must be a number, got {short(repr(value))}")
+        may_be_bool = key in FLAGS or key not in (*read, *AT_LEAST_1)
+        limits = (1, MAX_VALUE) if key in AT_LEAST_1 else (0,)
+        if key not in ROPE_TEXTS and not (value is None or is_number(value, *limits) or (type(value) is bool and may_be_bool)):
+            expected = "a number of at least 1, at most 1e12" if key in AT_LEAST_1 else "a number"
+            raise refusal(path, f"config.json: {place}.{short(key)} must be {expected}, got {short(repr(value))}")
         plain = value in (None, False) or (key == "factor" and value == 1)
         if not plain and key not in read:
             raise refusal(
@@ -194,12 +185,6 @@ def _check_parameters(path: Path, place: str, parameters: object) -> dict[str, A
     missing = [key for key in REQUIRED_PARAMETERS.get(kind, ()) if not parameters.get(key)]
     if missing:
         raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")
-    for key in ("rope_theta", "original_max_position_embeddings", "factor"):
-        value = parameters.get(key)
-        if value is not None and not is_number(value, 1, MAX_VALUE):
-            raise refusal(
-                path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(repr(value))}"
-            )
     original = parameters.get("original_max_position_embeddings")
     if original is not None and original != int(original):
         place = f"{place}.original_max_position_embeddings"

@@ -64,7 +64,7 @@ ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, ORIGINAL: 64}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("a factor that is text", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("factor must be a number, got '2'",)),
+    ("a factor that is text", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("factor must be a number", "got '2'")),
     ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
