@@ -18,6 +18,7 @@ from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, r
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.intake.shapes import read_model
+from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond_vocabulary
 from stages.core.errors import Refusal, UserError, required_libraries, short
@@ -123,8 +124,6 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         if facts.judges and (samples or config.workloads.lengths):
             _check_tokens(config, checkpoint, samples)
         if is_folder:  # last, since it imports torch and transformers
-            from stages.checkpoints.loading import expected_tensors
-
             check_weights(checkpoint, expected_tensors)
         else:
             _ = inspect_gguf(checkpoint.path).names  # raises UserError for other tensors than the model's
@@ -231,7 +230,6 @@ def inspect_model(path: Path) -> CheckpointInfo:
 def check_draft(path: str, target: Path) -> None:
     """Check that a draft checkpoint can be read and has the same tokens as the target, whose tokenizer was checked before."""
     from stages.checkpoints.intake.opening import check_loadable
-    from stages.checkpoints.loading import expected_tensors
 
     key = "workloads.speculation.draft="
     try:

@@ -15,6 +15,7 @@ from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import SINGLE
 from stages.checkpoints.gguf.header import Header, read_header
 from stages.checkpoints.gguf.vocabulary import Vocabulary, read_vocabulary
+from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.rope import FULL, SLIDING
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -85,8 +86,6 @@ class GGUFModel:
         """
         from gguf.constants import MODEL_ARCH_NAMES
         from gguf.tensor_mapping import get_tensor_name_map
-
-        from stages.checkpoints.loading import expected_tensors
 
         header, architecture = self.header, self.header.metadata["general.architecture"]
         number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)

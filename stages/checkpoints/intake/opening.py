@@ -13,6 +13,7 @@ import numpy as np
 
 from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.files import refusal
+from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import MACHINE_ERRORS, UserError, refused_variables, short
 from stages.core.redaction import printable
 from stages.core.streams import discard_output
@@ -89,7 +90,6 @@ def tokenizer_directory(info: CheckpointInfo) -> Iterator[Path]:
 
 
 def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
-    from stages.checkpoints.loading import load_tokenizer
     from stages.workloads.rendering import rendered
 
     path = info.path

@@ -16,6 +16,7 @@ from stages.checkpoints.description import attention_shape, integer, model_keys
 from stages.checkpoints.families import FAMILIES, other_cache
 from stages.checkpoints.files import read_json, refusal
 from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.quantized import Shape
 from stages.checkpoints.rope import read_rope
 from stages.core.errors import UserError, short
@@ -126,7 +127,7 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         q_heads=q_heads,
         windows=shape.windows or (None,) * shape.layers,
         max_positions=_max_positions(path, config, supported=supported),
-        tensors=partial(_tensors, path, sized) if served and config.get("quantization_config") is None else None,
+        tensors=partial(expected_tensors, path, sized) if served and config.get("quantization_config") is None else None,
         notes=() if supported or config.get("head_dim") is not None else (assumed,),
         latent=None if latent is None else 2 * shape.head_dim,
     )
@@ -146,10 +147,3 @@ def _max_positions(path: Path, config: dict[str, Any], *, supported: bool) -> in
         return read_rope(path, config).positions(positions)
     except UserError:
         return None
-
-
-def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:
-    """Return the shapes of the weights by name, from the model that transformers builds. The first call imports torch."""
-    from stages.checkpoints.loading import expected_tensors
-
-    return expected_tensors(path, config)
