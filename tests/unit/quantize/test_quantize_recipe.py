@@ -157,7 +157,6 @@ TRT_KV1 = "transformer.layers.1.attention.kv_cache_scaling_factor"
         (check_hf, lambda _: None, ""),
         (check_trt, lambda _: None, ""),
         (check_hf, lambda e: e.tensors.pop(K0), rf"{K0} is .* \[\], calibration gave 0\.25"),
-        (check_hf, lambda e: e.tensors.update({K0: scalar(float("nan"))}), r"k_scale is float32 \[nan\], calibration gave"),
         (check_hf, lambda e: e.tensors.update({K0: scalar(0.26)}), r"k_scale is .*0\.26.*, calibration gave 0\.25"),
         (check_hf, lambda e: e.tensors.update({K0: np.array([0.25], np.float16)}), "k_scale is float16"),
         (check_hf, lambda e: e.tensors.update({K0: np.array([0.25, 0.25], np.float32)}), "calibration gave 0.25"),
@@ -165,13 +164,7 @@ TRT_KV1 = "transformer.layers.1.attention.kv_cache_scaling_factor"
         (check_hf, lambda e: e.config.update(kv_cache_quant_algo=None), "kv_cache_quant_algo is None, must be 'FP8'"),
         (check_hf, lambda e: e.config.update(quant_algo="MIXED_PRECISION"), "quant_algo is 'MIXED_PRECISION', must be 'FP8'"),
         (check_hf, lambda e: e.config.update(kv_cache_scheme=None), r"config\.json: kv_cache_scheme is None for kv policy fp8"),
-        (check_trt, lambda e: e.tensors.pop(TRT_KV1), rf"{TRT_KV1} is .* \[\], calibration gave 4"),
-        (
-            check_trt,
-            lambda e: e.tensors.update({TRT_KV1: scalar(2.0)}),
-            r"kv_cache_scaling_factor is .*2.*, calibration gave 4",
-        ),
-        (check_trt, lambda e: e.config["quantization"].update(quant_algo=None), "quant_algo is None, must be 'FP8'"),
+        (check_trt, lambda e: e.tensors.update({TRT_KV1: scalar(2.0)}), rf"{TRT_KV1} is .*2.*, calibration gave 4"),
         (check_trt, lambda e: e.config.update(num_hidden_layers=3), "num_hidden_layers is 3, not 2"),
     ],
 )
