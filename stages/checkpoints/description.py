@@ -20,7 +20,6 @@ from stages.checkpoints.files import (
 from stages.checkpoints.places import absence
 from stages.checkpoints.quantized import MODELOPT_FILE, Quantized, read_quantized
 from stages.checkpoints.rope import is_number, read_rope
-from stages.checkpoints.unread_keys import refuse_misspelled
 from stages.checkpoints.windows import layer_windows
 from stages.core.errors import UserError, short
 from stages.policies.formats import WeightsFormat
@@ -135,7 +134,6 @@ def describe_checkpoint(
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
-    refuse_misspelled(path, config, OPTIONAL)
     config = family.with_defaults(config)
     _check_values(path, config)
     experts_sizes = [key for key in SIZES_OF_EXPERTS if key in config and (key, config[key]) != NO_SHARED_EXPERT]
@@ -231,13 +229,6 @@ CHOICES = {
     **dict.fromkeys(("dtype", "torch_dtype"), (None, *DTYPES)),
 }
 """Optional texts of config.json that affect the model's arithmetic -> their values. transformers checks all other types."""
-OPTIONAL = {
-    *(*POSITIVE, *BASES, *CHOICES, *TOKENS, "eos_token_id"),
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
-    *("rope_scaling", "rope_parameters", "num_key_value_heads", "head_dim"),
-    *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "sliding_window_pattern"),
-}
-"""Optional keys of config.json that affect the model."""
 
 
 def _check_values(path: Path, config: dict[str, Any]) -> None:

@@ -51,19 +51,19 @@ ONLY_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 """Words of a key, without `is`, `use` and `embedding(s)` -> its values without effect, which replace WITHOUT_EFFECT."""
 
 
-def refuse_misspelled(path: Path, config: dict[str, Any], optional: Set[str]) -> None:
-    """Refuse misspelled keys of config.json. `optional`: keys that change the model and may be missing."""
-    for key in sorted(config.keys() - optional):
-        matches = get_close_matches(key, optional - config.keys(), 1, 0.9)
-        if matches and not key.startswith("_"):
-            raise refusal(path, f"config.json: {short(key)} is not a known key, and {matches[0]} is missing; rename it")
-
-
 def refuse_unread_keys(path: Path, config: dict[str, Any], loaded: Any, tensors: Iterable[str]) -> None:
-    """Raise UserError for unread keys that would change the computation, unless a similar read key has the same value."""
+    """Raise UserError for misspelled keys of config.json, and for unread keys that would change the computation.
+
+    An unread key is accepted if a similar key with the same value is read.
+    """
     kind = loaded.model_type
     known_keys = {*(field.name for field in fields(loaded)), *loaded.attribute_map, *loaded.attribute_map.values()}
-    for key, same_meaning in _unread_keys(config, known_keys | COMPARED | {FAMILIES[kind].local_base or ""}):
+    read_keys = known_keys | COMPARED | {FAMILIES[kind].local_base or ""}
+    for key in sorted(config.keys() - read_keys):
+        matches = get_close_matches(key, read_keys - config.keys(), 1, 0.9)
+        if matches and not (key.startswith("_") or matches[0].startswith("_")):
+            raise refusal(path, f"config.json: {short(key)} is not a known key, and {matches[0]} is missing; rename it")
+    for key, same_meaning in _unread_keys(config, read_keys):
         present, value = [name for name in same_meaning if name in config], config[key]
         if same_meaning and not present:
             raise refusal(

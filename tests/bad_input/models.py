@@ -48,7 +48,6 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
     ("quantized, under an older key", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
-    ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("more experts per token than experts", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
     ("a decoder in text_config too", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
@@ -56,6 +55,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 
 UNREAD_KEYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("attention parallel to the MLP", {"parallel_attn": True}, ("parallel_attn=True", "llama", "remove it")),
+    ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
     ("the epsilon under another name", {"rms_norm_eps": ..., "eps": 1e-5}, ("eps", "write it as rms_norm_eps")),
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""

@@ -257,7 +257,6 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text")
         ("llama", {"no_rope_layers": [1, 1, 0]}, r"no_rope_layers=\[1, 1, 0\]"),
         ("llama", {"rope_theta": ..., "rotary_emb_base": 10**6}, "rotary_emb_base=1000000"),
         ("llama", {"ropeTheta": 5e5}, "ropeTheta=500000.0"),
-        ("llama", {"rope-theta": 5e5}, "rope-theta=500000.0"),
         ("llama", {"rope_type": "linear", "factor": 8.0}, "rope_type=linear"),
         ("llama", {"use_rope": False}, "use_rope=False"),
         ("llama", {"position_encoding": "alibi"}, "position_encoding=alibi"),
