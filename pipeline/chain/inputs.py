@@ -18,7 +18,6 @@ from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, r
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.intake.shapes import read_model
-from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.places import locate_checkpoint
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond_vocabulary
 from stages.core.errors import Refusal, UserError, required_libraries, short
@@ -124,7 +123,7 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         if facts.judges and (samples or config.workloads.lengths):
             _check_tokens(config, checkpoint, samples)
         if is_folder:  # last, since it imports torch and transformers
-            check_weights(checkpoint, expected_tensors)
+            check_weights(checkpoint)
         else:
             _ = inspect_gguf(checkpoint.path).names  # raises UserError for other tensors than the model's
 
@@ -240,7 +239,7 @@ def check_draft(path: str, target: Path) -> None:
         if drafter.quantized is not None:
             raise UserError(f"{key}{path}: its weights are quantized; give the unquantized checkpoint")
         check_tokenizer(drafter)
-        check_weights(drafter, expected_tensors)
+        check_weights(drafter)
         check_loadable(drafter)
     except Refusal as error:
         raise type(error)(str(error).replace("model.path=", key)) from None

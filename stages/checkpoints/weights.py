@@ -5,7 +5,7 @@ layers with `num_hidden_layers: 3` would therefore load as a different model.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, MAX_JSON_BYTES, read_json, refusal
+from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.quantized import TYPES, Shape
 from stages.core.errors import short
 from stages.core.redaction import printable
@@ -28,11 +29,11 @@ MAX_HEADER_BYTES = 100_000_000
 """Maximum header bytes of a safetensors file, as defined by the format."""
 
 
-def check_weights(info: CheckpointInfo, expected_tensors: Callable[..., Mapping[str, Shape]]) -> None:
+def check_weights(info: CheckpointInfo) -> None:
     """Raise UserError, which names the file, the tensor and the fix, for weights that do not match config.json.
 
     Refuses files other than safetensors, and tensors that are missing, have another shape or type, are in two files, or are not
-    part of the model. `expected_tensors` of stages.checkpoints.loading is called after all files have been read.
+    part of the model. Imports torch and transformers after all files have been read.
     """
     on_disk = tensors_on_disk(info)
     described = {key: value for key, value in read_config(info.path).items() if key != "quantization_config"}

@@ -17,7 +17,6 @@ from helpers.stride import STRIDE
 from transformers import PreTrainedModel
 
 from stages.checkpoints.description import inspect_checkpoint
-from stages.checkpoints.loading import expected_tensors
 from stages.checkpoints.weights import check_weights
 from stages.core.records import no_progress
 from stages.engines.onnx.build import build_bundle
@@ -94,7 +93,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.save_pretrained(root / "checkpoint")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copyfile(TINY / name, root / "checkpoint" / name)
-    check_weights(inspect_checkpoint(root / "checkpoint"), expected_tensors)
+    check_weights(inspect_checkpoint(root / "checkpoint"))
     make_decoder(root / "checkpoint", root / "decoder")
     return Served(model, root)
 
