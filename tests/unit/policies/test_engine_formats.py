@@ -9,19 +9,13 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from helpers.policies import ggml
 from helpers.policies.ggml import form_of
-from helpers.policies.shipped import SHIPPED
-from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
 from stages.core.errors import UserError
 from stages.engines.reference.formats import dequantize, quantize
-from stages.policies.formats import Format
 from stages.policies.ggml.arithmetic_torch import round_queries
-
-K8V4, INT4 = SHIPPED["vllm_k8v4"], SHIPPED["vllm_int4"]
-V4, Q4_0 = K8V4.value, form_of("q4_0")
 
 
 def vectors() -> Tensor:
@@ -44,25 +38,6 @@ def test_queries_are_rounded_to_blocks_of_8_bits() -> None:
     expected = quants.dequantize(quants.quantize(x.numpy(), GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
     assert np.abs(round_queries(x).numpy() - expected).max() <= np.abs(x.numpy()).max() / 127
     assert (round_queries(x).numpy() != expected).mean() < 2e-3
-
-
-@pytest.mark.parametrize(
-    ("form", "changed", "message"),
-    [
-        (V4, {"symmetric": True}, "symmetric must be false, got true, .* arithmetic=vllm_turboquant"),
-        (V4, {"dtype": "int8"}, "dtype must be int4 with arithmetic=vllm_turboquant, got int8"),
-        (V4, {"arithmetic": "vllm_token_head"}, "rotation must be signed_hadamard, got none"),
-        (V4, {"arithmetic": "kvgate", "rotation": "signed_hadamard"}, "rotation must be none or hadamard, got"),
-        (V4, {"arithmetic": "vllm"}, "arithmetic"),
-        (Q4_0, {"group_size": 64}, "group_size must be 32, got 64"),
-        (Q4_0, {"symmetric": False}, "symmetric must be true"),
-        (Q4_0, {"scale": "calibrated"}, "scale must be dynamic"),
-        (Q4_0, {"dtype": "int4", "rotation": "hadamard_64"}, "rotation must be none or hadamard, got hadamard_64"),
-    ],
-)
-def test_a_format_that_an_engine_does_not_have_is_refused(form: Format, changed: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Format.model_validate(form.model_dump() | changed)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,9 @@ def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
     assert guarded.window_page_bytes(shape) == 64 * 2 * (128 + 64)
 
 
+V4, Q4_0 = SHIPPED["vllm_k8v4"].value.model_dump(), SHIPPED["llamacpp_q4_0"].key.model_dump()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -130,6 +133,15 @@ def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
         ({"dtype": "int3", "granularity": "per_token", "scale": "dynamic"}, "dtype must be fp16, bf16, .*, got int3"),
         ({"dtype": "int8", "granularity": "per_channel", "scale": "uncalibrated"}, "scale must be calibrated, got unc"),
         ({"dtype": "bf16", "rotation": "hadamard"}, "rotation must be none, got hadamard, with dtype=bf16"),
+        (V4 | {"symmetric": True}, "symmetric must be false, got true, .* arithmetic=vllm_turboquant"),
+        (V4 | {"dtype": "int8"}, "dtype must be int4 with arithmetic=vllm_turboquant, got int8"),
+        (V4 | {"arithmetic": "vllm_token_head"}, "rotation must be signed_hadamard, got none"),
+        (V4 | {"arithmetic": "kvgate", "rotation": "signed_hadamard"}, "rotation must be none or hadamard, got"),
+        (V4 | {"arithmetic": "vllm"}, "arithmetic"),
+        (Q4_0 | {"group_size": 64}, "group_size must be 32, got 64"),
+        (Q4_0 | {"symmetric": False}, "symmetric must be true"),
+        (Q4_0 | {"scale": "calibrated"}, "scale must be dynamic"),
+        (Q4_0 | {"dtype": "int4", "rotation": "hadamard_64"}, "rotation must be none or hadamard, got hadamard_64"),
     ],
 )
 def test_contradictory_keys_of_a_format_are_refused_by_name(fields: dict[str, object], message: str) -> None:
