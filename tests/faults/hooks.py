@@ -253,7 +253,7 @@ class Fault:
     """An injected fault: a small patch of a loaded engine."""
 
     kind: str
-    """Group of the fault in docs/faults.md."""
+    """Group of the fault."""
     name: str
     models: str
     """One-line description of the real fault."""

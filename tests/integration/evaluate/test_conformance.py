@@ -93,7 +93,7 @@ def test_faults_in_stored_codes_are_located(
 
 
 def test_flushed_subnormals_are_within_rounding(bench: Conformity, baseline: EngineConformance) -> None:
-    """docs/faults.md lists this fault as undetected."""
+    """docs/limits.md lists this fault as undetected."""
     policy = POLICIES["fp8"]
     result = bench.compared(policy, bench.engine(policy, fault=FAULTS["subnormals_flushed"].plant))
     assert statuses(baseline, result)["candidate"] == "PASS"
