@@ -1,6 +1,6 @@
 """The cost of the formats of keys and values by policy, and a test of the literature's claims on three models.
 
-    python -m benchmarks.numerics tiny smollm2 gemma3       # prints the tables of docs/numerics.md
+    python -m benchmarks.numerics tiny smollm2 gemma3       # prints the figures of docs/numerics.md
     python -m benchmarks.numerics --peers tiny smollm2      # prints the rows of transformers' QuantizedCache instead
 
 Every policy is measured in the reference engine's forced decode: every scored token reads the quantized cache. The baseline is
