@@ -140,8 +140,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         if not best.engine.path.is_dir():  # the champion stays, and was downloaded only to compete
             console.say(f"Load it with: pipeline.api.champion({engines.model.name!r}), and the store and keys of this command")
             return
-        backend = config.backend if config.backend.name == best.backend else None
-        console.say(f"Serve it with: {next_steps.serving(best.engine.path, backend)}", paste=True)
+        console.say(f"Serve it with: {next_steps.serving(best.engine.path)}", paste=True)
         next_steps.after_promotion(config, best.engine.path).show()
 
 

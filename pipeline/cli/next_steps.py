@@ -25,7 +25,6 @@ from pipeline.config.override_syntax import differing, key_of, written
 from pipeline.config.stages import StageFacts
 from stages.core.errors import CannotBeJudged
 from stages.core.streams import program_name
-from stages.engines.config import BackendConfig, InterpreterConfig
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate, is_blind
 from stages.workloads.config import LONG
@@ -71,13 +70,8 @@ def stage_command(config: Config, stage: str, *changes: str) -> str:
 
 
 def promotion_command(config: Config, *changes: str) -> str:
-    """Return the command of a promotion, which decides by the same gates.
-
-    The command names the backend's Python, because serving needs it and the evidence does not record it.
-    """
-    python = config.backend.python if isinstance(config.backend, InterpreterConfig) else None
-    python_keys = [] if python is None else [f"backend={config.backend.name}", f"backend.python={written(python)}"]
-    return command_line(carried(config, "gates"), "stage=promote", *python_keys, *changes)
+    """Return the command of a promotion, which decides by the same gates."""
+    return command_line(carried(config, "gates"), "stage=promote", *changes)
 
 
 def carried(config: Config, *groups: str) -> list[str]:
@@ -118,24 +112,18 @@ def after_stage(facts: StageFacts, base: Sequence[str], *, sweep: bool = False) 
 
 
 SERVING = {
-    "engine_args.yaml": "{1}vllm serve {0}/checkpoint --config {0}/engine_args.yaml",
-    "llm_args.yaml": "{1}trtllm-serve {0}/checkpoint --config {0}/llm_args.yaml",
-    "engine/config.json": "{1}trtllm-serve {0}/engine --tokenizer {0} --backend tensorrt",
-    "launch.txt": "(cd {0} && {1}sh launch.txt)",
+    "engine_args.yaml": "vllm serve {0}/checkpoint --config {0}/engine_args.yaml",
+    "llm_args.yaml": "trtllm-serve {0}/checkpoint --config {0}/llm_args.yaml",
+    "engine/config.json": "trtllm-serve {0}/engine --tokenizer {0} --backend tensorrt",
+    "launch.txt": "(cd {0} && sh launch.txt)",
 }
 """File of a bundle -> the shell command that serves the bundle."""
 
 
-def serving(engine: Path, backend: BackendConfig | None = None) -> str:
-    """Return the command that serves an engine, or the Python call that loads it.
-
-    `backend` is the configuration that judged the engine, if known; the folder of its Python is put first on PATH.
-    """
+def serving(engine: Path) -> str:
+    """Return the command that serves an engine, in the environment of its library, or the Python call that loads it."""
     command = next((command for file, command in SERVING.items() if (engine / file).is_file()), None)
-    python = backend.python if isinstance(backend, InterpreterConfig) else None
-    folder = Path(python).expanduser().absolute().parent if python is not None and "/" in python else None
-    path = f'env PATH={shlex.quote(str(folder))}:"$PATH" ' if folder is not None else ""
-    return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)), path)
+    return f"pipeline.api.load({str(engine)!r})" if command is None else command.format(shlex.quote(str(engine)))
 
 
 def after_promotion(config: Config, engine: Path) -> NextStep:
