@@ -128,20 +128,9 @@ class _Handler(logging.Handler):
         err.print(relative(str(fields.get("traceback", f"{prefix}{name}{text}"))), soft_wrap=True, markup=False)
 
 
-def _is_unprinted(record: logging.LogRecord) -> bool:
-    """Return whether a record still has to be printed: no logger between its own and the root has a handler that prints."""
-    logger = logging.getLogger(record.name)
-    while logger.parent is not None:
-        if any(type(handler) is logging.StreamHandler for handler in logger.handlers):
-            return False
-        logger = logger.parent
-    return True
-
-
 LOGGER = logging.getLogger("kvgate")
 """Logger of all events. Modules that do not import `console` use child loggers, such as `kvgate.waits` for locks."""
 HANDLER = _Handler()
-HANDLER.addFilter(_is_unprinted)
 LOGGER.addHandler(HANDLER)
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False
