@@ -97,24 +97,15 @@ def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
         if kib is not None and whole is not None:
             point = _point(exhibit.candidate, exhibit.candidate.verdict)
             data.append({**point, "kib": kib, **_distance(whole.fidelity.kl_mean)})
-    mark_front(data)
     by_rows = sorted(readable, key=lambda item: len(item[0].rows))
     baselines = {exhibit.candidate.baseline.digest: report for exhibit, report in by_rows}
     for digest, name in baseline_names(exhibits).items():
         if digest in baselines:
             tests = baselines[digest].baseline_tests
             distance = _distance(None if tests.noise is None else tests.noise.kl_mean)
-            point = {"policy": shown(name), "verdict": BASELINE, "limit": None, "front": False}
+            point = {"policy": shown(name), "verdict": BASELINE, "limit": None}
             data.append({**point, **distance, "kib": tests.system.kib_per_token, "distance": distance["distance"] or FLOOR})
     return data
-
-
-def mark_front(data: Sequence[Datum]) -> None:
-    """Set `front` on each point: true if no different point is at least as good in bytes and in distance (the Pareto front)."""
-    places = [(row["kib"], row["distance"]) for row in data if row["distance"] is not None]
-    for row in data:
-        mine = row["kib"], row["distance"]
-        row["front"] = mine in places and not any(p[0] <= mine[0] and p[1] <= mine[1] and p != mine for p in places)
 
 
 def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
