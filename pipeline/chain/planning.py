@@ -4,6 +4,7 @@ Nothing is judged or promoted.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,6 @@ from stages.planning.recommend import Judged, Recommendation, recommend
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
 from stages.verdict.coverage import Exercised
 from stages.verdict.gates import decide
-from stages.workloads.config import WorkloadsConfig
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of stage=capacity and stage=recommend."""
@@ -60,9 +60,7 @@ def show_capacity(run: Run) -> None:
         console.say(line)
     console.show("capacity", tables.capacity_table(served_capacity))
     if unserved:
-        unserved_choice = [entry.name for entry in capacity.policies if entry.policy == config.kv and entry.name in unserved]
-        among = f", {unserved_choice[0]} among them" if unserved_choice else ""
-        console.say(f"left out: {len(unserved)} that backend={config.backend.name} does not serve{among}")
+        console.say(f"left out: {len(unserved)} that backend={config.backend.name} does not serve")
     for name, reason in capacity.unfit.items():
         console.say(f"{name} does not fit: {reason}")
     path = _write(config, CAPACITY, capacity)
@@ -216,6 +214,9 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         verdict = decide(report, evidence.rows, config.gates)
     except UserError as error:
         return replace(judged, problem=str(error))
+    workloads = None
+    with suppress(UserError):  # the user's file is missing
+        workloads = requested_workloads(evidence)
     stress = report.tests.stress
     exercised = report.coverage or Exercised()
     kl_mean = report.overall.fidelity.kl_mean
@@ -224,19 +225,12 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         status=verdict.status,
         reasons=tuple(verdict.reasons),
         times_needed=verdict.samples_needed / report.samples,
-        workloads=_asked(evidence),
+        workloads=workloads,
         limits=report.limits,
         longest_decode=exercised.longest_decode,
         forks=exercised.forks + exercised.shared_prefixes + (stress.forks if stress is not None else 0),
         kl_mean=kl_mean if kl_mean is not None else float("inf"),
     )
-
-
-def _asked(evidence: Evidence) -> WorkloadsConfig | None:
-    try:
-        return requested_workloads(evidence)
-    except UserError:
-        return None
 
 
 def _find_mismatch(config: Config, model: KVShape, files: dict[str, str], evidence: Evidence) -> str | None:

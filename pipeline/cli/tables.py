@@ -230,13 +230,10 @@ def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]
     for entry in passed_over:
         if entry.reason not in (NO_EVIDENCE, NOT_SERVED):
             lines.append(f"  not {entry.name} ({entry.live_tokens:,}): {entry.reason}")
-    unjudged, unserved = ([entry for entry in passed_over if entry.reason == reason] for reason in (NO_EVIDENCE, NOT_SERVED))
-    more = len(recommendation.unjudged)
+    more, unserved = len(recommendation.unjudged), sum(entry.reason == NOT_SERVED for entry in passed_over)
     if more:
         lines.append(f"  {more} that have no evidence and hold {'at least as many' if chosen else 'enough'} live tokens")
     lines += commands
-    if more < len(unjudged):
-        lines.append(f"  and {len(unjudged) - more} more that have no evidence and hold fewer live tokens")
     if unserved:
-        lines.append(f"  and {len(unserved)} that the backend does not serve")
+        lines.append(f"  and {unserved} that the backend does not serve")
     return lines
