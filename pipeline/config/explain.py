@@ -81,11 +81,6 @@ def _plain(problem: ErrorDetails) -> str:
         return NAMES.get(problem["ctx"]["pattern"], f"{text[0].lower()}{text[1:]}")
     if kind in KINDS:
         return f"must be {KINDS[kind]}"
-    if kind == "too_short":
-        least = problem["ctx"]["min_length"]
-        return "must not be empty" if least == 1 else f"must have at least {least} items"
-    if kind == "too_long":
-        return f"must have at most {problem['ctx']['max_length']} items"
     return f"{text[0].lower()}{text[1:]}"
 
 
