@@ -1,4 +1,7 @@
-"""dry=true writes nothing, shows what jobs make and reuse, lists all problems, and predicts the exit code if it is certain."""
+"""dry=true writes nothing, shows what jobs make and reuse, lists all problems, and predicts the exit code if it is certain.
+
+The first commands of a new user: too few questions are named before any work, and a quick check exits with 0.
+"""
 
 import json
 import os
@@ -18,9 +21,12 @@ from pipeline.config.stages import STAGES
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.summary import new_sweep
 from pipeline.registry.tracking import locate
-from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.core.errors import GateRefusal, MissingRequirement, Refusal, UserError, exit_code
+from stages.core.records import Sample
+from stages.verdict.gates.evaluation import too_few
+from stages.verdict.thresholds import Thresholds
 
-BRIEF = ["calibration.samples=4", "workloads.rounds=[0.5,1.0]", "tracking=none"]
+BRIEF, ROUNDS = ["calibration.samples=4", "tracking=none"], ["workloads.rounds=[0.5,1.0]"]
 OF_STAGES: dict[str, list[str]] = {
     "verify": ["bundle={identity}"],
     "route": ["routing.routes={{copy: fp8}}"],
@@ -35,7 +41,7 @@ def _fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
-    return plan([f"workdir={work}", "dry=true", *BRIEF, *arguments], multirun=sweeping)
+    return plan([f"workdir={work}", "dry=true", *ROUNDS, *BRIEF, *arguments], multirun=sweeping)
 
 
 def run_all(jobs: Plan) -> list[tuple[int, str, bool]]:
@@ -71,7 +77,7 @@ def used(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> Path: 
     with pytest.MonkeyPatch.context() as patch:
         use_fake_stages(patch)
         work = folder / "work"
-        run_all(plan([f"workdir={work}", *BRIEF, "stage=evaluate", "kv=fp8,int4_tensor"], multirun=True))
+        run_all(plan([f"workdir={work}", *ROUNDS, *BRIEF, "stage=evaluate", "kv=fp8,int4_tensor"], multirun=True))
         MlflowStore(locate(planned(work, "tracking=mlflow").jobs[0].tracking, work, "tiny"))
     snapshot = {"schema_version": 1, "taken_at": "now", "classes": {"default": {"version": "1"}}}
     (folder / "snapshot.json").write_text(json.dumps(snapshot))
@@ -194,3 +200,88 @@ def test_a_verdict_that_is_known_decides_the_exit_code(used: Path, capsys: pytes
     assert preview(planned(used, "stage=evaluate", "kv=int4_tensor,fp8", sweeping=True)) == 0
     assert preview(planned(used, "stage=evaluate", "kv=int4_tensor,int8", sweeping=True)) == 0  # int8 may pass
     assert "int4_tensor is not good enough: FAIL" in capsys.readouterr().err
+
+
+def questions(count: int, documents: int, workload: str = "own") -> list[Sample]:
+    return [
+        Sample(id=f"{workload}-{i}", workload=workload, reference="b", prompt="a", document=f"{workload}-{i % documents}")
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "gates", "message"),
+    [
+        (questions(20, 20), {}, "20 questions, 60 are needed"),
+        (questions(60, 60), {}, None),
+        (questions(300, 10), {}, "10 documents of own, 15 are needed (60 recommended)"),
+        (questions(60, 60) + questions(9, 9, "rare"), {}, "9 documents of rare, 15 are needed (60 recommended)"),
+        (questions(300, 100), {"min_samples": 200}, "100 documents of own, 200 are needed"),
+        (questions(40, 40), {"max_ruined_share": 0.1}, None),
+        (
+            questions(40, 10),
+            {"max_ruined_share": 0.1},
+            "40 questions, 60 are needed (or 39 documents); 10 documents of own, 15 are needed (60 recommended)",
+        ),
+    ],
+)
+def test_too_few_questions_for_a_pass_are_known_before_any_work(
+    samples: list[Sample], gates: dict[str, float], message: str | None
+) -> None:
+    expected = None if message is None else f"these questions cannot pass: {message}"
+    assert too_few(samples, Thresholds.model_validate(gates)) == expected
+
+
+def first(work: Path, *arguments: str, sweeping: bool = False) -> Plan:
+    return plan([f"workdir={work}", *BRIEF, "workloads.rounds=[1.0]", "stage=evaluate", *arguments], multirun=sweeping)
+
+
+def run_command(jobs: Plan) -> int:
+    """Run a command; return its exit code."""
+    try:
+        return run(jobs, new_sweep())
+    except Refusal as error:
+        return exit_code(error)
+    finally:
+        console.end()
+
+
+def test_a_dry_run_exits_3_if_few_questions_cannot_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("helpers.commands.fake_stages.QUESTIONS", questions(8, 8, "copy"))
+    assert preview(first(tmp_path, "kv=int8", "dry=true")) == 3
+    output = capsys.readouterr()
+    assert "8 copy samples in at most 1 round" in output.out
+    line = "these questions cannot pass: 8 questions, 60 are needed; 8 documents of copy, 15 are needed (60 recommended)"
+    assert f"workloads: {line}" in output.err
+    assert "cannot pass" not in output.out, "the line is printed once"
+    assert preview(first(tmp_path, "kv=int8", "dry=true", "workloads.conformance_samples=0")) == 0
+
+
+def test_a_quick_check_asks_the_users_questions_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "1 + 1 = ", "reference": "2"}\n')
+    workloads = plan(["experiment=quick", "workloads=jsonl", f"workloads.jsonl={file}"], multirun=False).jobs[0].workloads
+    assert (workloads.user_path, workloads.conformance_samples, workloads.rounds) == (file, 0, [1.0])
+    assert not any(workloads.samples.values())
+    pages = plan(["experiment=quick"], multirun=False).jobs[0].workloads
+    assert pages.samples == {"documentation": 0, "lookup": 15, "extraction": 15, "quotation": 15, "recall": 15}
+
+
+@pytest.mark.parametrize("sweeping", [False, True])
+def test_a_finished_quick_check_exits_0_and_never_passes(
+    tmp_path: Path, sweeping: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies = "kv=int8,fp8_head" if sweeping else "kv=int8"
+    assert run_command(first(tmp_path / "quick", "experiment=quick", policies, sweeping=sweeping)) == 0
+    output = capsys.readouterr()
+    assert "QUICK CHECK int8" in output.out
+    assert "never passes" in output.out
+    assert "INCONCLUSIVE" not in output.out.partition("KV caches against")[0]
+    assert preview(first(tmp_path / "quick", "experiment=quick", policies, sweeping=sweeping)) == 0
+    if sweeping:
+        return
+    assert run_command(first(tmp_path / "own", policies, "workloads.conformance_samples=0")) == 0
+    assert run_command(first(tmp_path / "whole", policies, "gates.min_samples=1000")) == 3
+    assert run_command(first(tmp_path / "bad", "experiment=quick", "kv=int4_tensor")) == 3, "a quick check can fail a cache"
