@@ -16,11 +16,10 @@ from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config
 from pipeline.config.options import labelled
-from pipeline.config.override_syntax import key_of, written
+from pipeline.config.override_syntax import key_of
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence
 from pipeline.evidence.verify import replay_record, requested_workloads
-from pipeline.registry import summary
 from pipeline.store.store import Store
 from stages.checkpoints.description import describe_checkpoint, inspect_checkpoint, read_config
 from stages.checkpoints.gguf.model import inspect_gguf
@@ -88,10 +87,6 @@ def recommend_policy(run: Run) -> None:
     _require_room(capacity)
     if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")
-    name, candidates = recommendation.chosen.name, summary.load(config.work).candidates
-    if any(candidate.name == name and candidate.version for candidate in candidates):
-        command = next_steps.promotion_command(config, f"promote.name={written(name)}")
-        next_steps.NextStep(f"make {name} the champion", command).show()
 
 
 def evidence_lines(config: Config, arguments: Sequence[str], recommendation: Recommendation, capacity: Capacity) -> list[str]:

@@ -187,10 +187,6 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     config, sweeping = planned.jobs[0], planned.sweeping
     base = planned.arguments or ()
     if not config.facts.judges:
-        if code == 0:
-            step = next_steps.after_stage(config.facts, base, sweep=sweeping)
-        if step is not None:
-            step.show()
         return code
     began = summary.has_begun(config.work, jobs.sweep)
     jobs.begin(config)  # an error may have come before any job

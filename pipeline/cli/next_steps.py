@@ -22,7 +22,6 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.options import load_policies
 from pipeline.config.override_syntax import differing, key_of, written
-from pipeline.config.stages import StageFacts
 from stages.core.errors import CannotBeJudged
 from stages.core.streams import program_name
 from stages.policies.policy import KVShape
@@ -101,14 +100,6 @@ class NextStep:
         if self.command is not None:
             lines.append(f"  {self.command}")
         console.result("next", *lines, paste=True, **asdict(self))
-
-
-def after_stage(facts: StageFacts, base: Sequence[str], *, sweep: bool = False) -> NextStep | None:
-    """Return the next step after a stage that ended well; None if no stage follows."""
-    if facts.following is None:
-        return None
-    stage, why = facts.following
-    return NextStep(why, command_line(base, f"stage={stage}", sweep=sweep))
 
 
 SERVING = {

@@ -31,8 +31,6 @@ class StageFacts:
     """Keys that only some stages read, this stage among them. The other stages refuse a value for such a key."""
     needs_input: bool = False
     """Whether exactly one of the keys in `reads` must have a value."""
-    following: tuple[str, str] | None = None
-    """Next stage to suggest, and the reason; None for no suggestion."""
 
     @property
     def builds(self) -> bool:
@@ -48,13 +46,13 @@ class StageFacts:
 
 
 STAGES = {
-    "quantize": StageFacts(makes="exports", following=("build", "build the engine")),
-    "build": StageFacts(makes="bundle", following=("evaluate", "judge it against the FP16-KV engine")),
+    "quantize": StageFacts(makes="exports"),
+    "build": StageFacts(makes="bundle"),
     "evaluate": StageFacts(makes="report", tracked=True, reads=("signing.key",)),
     "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
     "rollback": StageFacts(tracked=True, needs_registered=True),
     "verify": StageFacts(work="ignored", reads=("bundle",), needs_input=True),
-    "capacity": StageFacts(plans=True, following=("recommend", "ask which policy has evidence for this use")),
+    "capacity": StageFacts(plans=True),
     "recommend": StageFacts(plans=True),
     "all": StageFacts(makes="report", tracked=True, promotes=True, reads=("signing.key",)),
     "route": StageFacts(tracked=True, needs_registered=True, reads=("routing.routes", "routing.rollback"), needs_input=True),

@@ -104,7 +104,7 @@ def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp
     assert "work/capacity.json" in shown.stdout.splitlines(), "paths are relative to the current directory"
     assert str(tmp_path) not in shown.stdout
     assert objects.code == 0, objects.stderr
-    assert {"capacity", "text", "next"} <= {json.loads(line)["result"] for line in objects.stdout.splitlines()}
+    assert {"capacity", "text"} <= {json.loads(line)["result"] for line in objects.stdout.splitlines()}
     assert all(isinstance(json.loads(line), dict) for line in objects.stderr.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Every command prints a next command when it ends. The printed command must compose, and its inputs must exist."""
+"""Every verdict ends with a next command. The printed command must compose, and its inputs must exist."""
 
 import json
 import shlex
@@ -15,7 +15,6 @@ from pipeline.cli import console, next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.config.stages import STAGES
 from stages.verdict.candidate import Candidate
 from stages.verdict.verdict import Check, Gate, Status
 
@@ -30,12 +29,6 @@ TYPED = [
 """Overrides as the shell passes them."""
 OPENED = set[Path]()
 """Checkpoints whose tokenizer an earlier test opened."""
-
-
-def after(stage: str, base: list[str], *, sweep: bool = False) -> NextStep:
-    step = next_steps.after_stage(STAGES[stage], base, sweep=sweep)
-    assert step is not None
-    return step
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +137,7 @@ def test_a_command_and_an_error_begin_with_the_script_that_the_user_ran(
     monkeypatch.setattr(sys, "argv", [str(script), "kv=fp8"])
     monkeypatch.setenv("PATH", str(script.parent if on_path else tmp_path))
     begins = "kvgate" if on_path else shlex.quote(str(script))
-    assert after("quantize", ["kv=fp8"]).command == f"{begins} kv=fp8 stage=build"
+    assert next_steps.command_line(["kv=fp8"], "stage=build") == f"{begins} kv=fp8 stage=build"
     console.error("kv=fp9: no such option")
     assert capsys.readouterr().err == "kvgate: error: kv=fp9: no such option\n"
 
@@ -172,9 +165,6 @@ BASE = [*TYPED, "kv=fp8"]
 @pytest.mark.parametrize(
     ("stage", "command"),
     [
-        ("build", lambda _: after("quantize", ["kv=fp8,int8"], sweep=True).command),
-        ("evaluate", lambda _: after("build", BASE).command),
-        ("recommend", lambda _: after("capacity", BASE).command),
         ("verify", lambda config: next_steps.after_promotion(config, Path("an engine")).command),
         ("prune", lambda config: next_steps.stage_command(config, "prune", "prune.apply=true")),
         ("promote", lambda config: next_steps.promotion_command(config, "promote.name='fp8 kv.sink_tokens=4'")),
