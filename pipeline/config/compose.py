@@ -333,8 +333,6 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
                 raise UserError(f"{as_typed(str(o.input_line))}: {error}; list the values to sweep") from None
         else:
             choices[key] = [f"{key}={o.get_value_element_as_str()}"]
-        if len(set(choices[key])) < len(choices[key]):  # candidates are distinguished by their names
-            raise UserError(f"{as_typed(str(o.input_line))}: lists a value twice; leave one out")
         if not choices[key]:
             problem = "has no values" if o.is_range_sweep() else "there is no such option"
             raise UserError(f"{as_typed(str(o.input_line))}: {problem}; list the values to sweep")

@@ -38,12 +38,10 @@ BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SHARED = re.compile("workdir$|log$|dry$|tracking")
 """Keys whose values all jobs of a sweep share: the work directory, the output, the dry run, and the registry."""
 SEARCHPATH = "hydra.searchpath"
-LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
+LAUNCHER = "hydra/launcher"
 LAUNCHER_KEYS = "hydra.launcher."
 BASIC = "basic"
 """Hydra's launcher that runs the jobs sequentially in this process."""
-NO_NUMBER = "a job ends with a verdict, not with a number to minimize; list the candidates, as in -m kv=fp8,int8"
-"""Reason why other sweepers are refused, and the alternative."""
 EXTRAS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit", "ray": "ray"}
 """Launcher -> kvgate's extra that installs it; the extra has the name of the library."""
 LOGS = "sweep/.submitit"
@@ -140,8 +138,6 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
 
 def _hydra_problem(override: Override, line: str) -> str | None:
     key, value = override.key_or_group, override.value()
-    if key == SWEEPER:
-        return f"{line}: {NO_NUMBER}"
     plain = not override.is_sweep_override() and not override.is_delete() and override.package is None
     if key == LAUNCHER and plain:
         check_installed(value)

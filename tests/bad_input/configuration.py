@@ -74,7 +74,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("model.path=/data/modèle/[7b]#a=b", "model.path=/data/modèle/[7b]#a=b: no such directory"),
     ("workdir=/data/what?", "workdir=/data/what?: MLflow", "give another path"),
     ("hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs", "choose the launcher"),
-    ("hydra/sweeper=optuna", "hydra/sweeper=optuna", "list the candidates"),
+    ("hydra/sweeper=optuna", "hydra/sweeper=optuna: kvgate sets hydra.* itself; leave it out"),
     ("--config-dir nowhere", "--config-dir=nowhere", "no such directory"),
     ("--frobnicate", "--frobnicate: no such option; give KEY=VALUE"),
     ("gates={min_recovery:0.9}", "the keys one by one, as gates.NAME=VALUE"),
