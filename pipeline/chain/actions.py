@@ -14,9 +14,8 @@ from pipeline.cli.upkeep import prune, show_status
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage
-from pipeline.evidence.findings import first_refusal
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, read_evidence, with_questions
+from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, first_refusal, read_evidence, with_questions
 from pipeline.evidence.verify import replay
 from pipeline.registry import routing, summary
 from pipeline.registry.monitors import read_snapshot

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.cli import console
 from pipeline.cli.grids import Column, Grid, Value
-from pipeline.evidence.findings import Finding
+from pipeline.evidence.reading import Finding
 from pipeline.registry.promotion import PromotionMove
 from pipeline.registry.tracking import Location
 from stages.core.memory import GIB

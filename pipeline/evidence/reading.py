@@ -6,17 +6,15 @@ version in the second layout.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from pipeline.config.signing import SIGNATURE_FILE
-from pipeline.evidence.findings import Finding
 from pipeline.evidence.identity import IDENTITY_FILE, Identity, Lineage, Link, Role, answers_input, read_identity, round_input
-from pipeline.registry.tracking import Version
 from stages.core.digest import file_digest, files_digest, json_digest, kind_of
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.engines.bundle import BUNDLE_FILE
@@ -25,11 +23,29 @@ from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, S
 from stages.workloads.config import WorkloadsConfig
 from stages.workloads.user_files import user_content
 
-if TYPE_CHECKING:
-    from pipeline.registry.mlflow_store import RegistryReader
-
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "documents", "draft")
 """Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a replay of evidence: the checked part, and how it compares with the record."""
+
+    name: str
+    status: Literal["same", "differs", "missing"]
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.status}, {self.detail}"
+
+
+def first_refusal(findings: Sequence[Finding]) -> GateRefusal | MissingRequirement | None:
+    """Return the refusal for the first part that differs, or else for the first missing part; None if all are the same."""
+    for status, refusal in (("differs", GateRefusal), ("missing", MissingRequirement)):
+        for finding in findings:
+            if finding.status == status:
+                return refusal(str(finding))
+    return None
 
 
 @dataclass(frozen=True)
@@ -90,12 +106,11 @@ def find_evidence(directory: Path) -> list[Path]:
     """Return the directories with evidence about an engine: only the signed ones if some are signed.
 
     `directory` is the evidence itself, or a bundle in an artifact store, which may have been judged several times. Raises
-    UserError if it is neither, or is an evaluation, or the evidence is unreadable; MissingRequirement if the bundle has no
-    evidence here.
+    UserError if it is neither, or the evidence is unreadable; MissingRequirement if the bundle has no evidence here.
     """
     if os.path.lexists(directory / IDENTITY_FILE):
         return [directory]
-    if not any((directory / name).exists() for name in (BUNDLE_FILE, REPORT_FILE, "engine")):
+    if not any((directory / name).exists() for name in (BUNDLE_FILE, "engine")):
         raise UserError(
             f"bundle={directory}: holds neither {IDENTITY_FILE} nor {BUNDLE_FILE}; give an engine's directory, as stage=build "
             "prints it, or its evidence's, as stage=evaluate does"
@@ -105,15 +120,10 @@ def find_evidence(directory: Path) -> list[Path]:
     about, unreadable = [], []
     for path in sorted(store.glob(f"identity/*/{IDENTITY_FILE}")):
         try:
-            lineage = read_identity(path)
-            if lineage.link("engine").place == place:
+            if read_identity(path).link("engine").place == place:
                 about.append(path.parent)
-            evaluated = lineage.link("evaluation").place == place
         except UserError as error:  # another engine's broken evidence must not stop this verification
             unreadable.append(str(error))
-        else:
-            if evaluated:
-                raise UserError(f"bundle={directory}: is an evaluation without its evidence; give bundle={path.parent}")
     about = [path for path in about if (path / SIGNATURE_FILE).is_file()] or about
     if not about and unreadable:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one cannot be read: {unreadable[0]}")
@@ -148,36 +158,6 @@ def identities(store: Path) -> dict[str, Path]:
     """Return the evidence in a store: the sha256 of every identity.json -> its directory."""
     paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"), reverse=True)  # of equal identities the first counts
     return {file_digest(path): path.parent for path in paths if path.is_file()}
-
-
-def registered_evidence(directories: Mapping[str, Path], version: Version) -> Evidence:
-    """Return the evidence that a version cites, from `identities`. Raises GateRefusal if it is missing or unreadable."""
-    if version.identity_digest not in directories:
-        raise GateRefusal(
-            f"{version} has no evidence in this workdir; judge it with stage=evaluate, or give the workdir that judged it"
-        )
-    try:
-        evidence = read_evidence(directories[version.identity_digest])
-    except UserError as error:
-        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
-    if evidence.report is None:
-        raise GateRefusal(f"{version}: its report is missing, or cannot be read")
-    return evidence
-
-
-def download_evidence(registry: "RegistryReader", version: Version, folder: Path) -> Evidence:
-    """Download the evidence of a version, with the engine if the registry has a copy.
-
-    Raises GateRefusal if the copy is not the cited evidence or is unreadable; MissingRequirement if the registry does not
-    answer or its files are gone.
-    """
-    copy = registry.download(version, folder)
-    if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:
-        raise GateRefusal(f"{version}: its {IDENTITY_FILE} is not the one that the registry cites")
-    try:
-        return read_evidence(copy)
-    except UserError as error:  # an older kvgate judged it
-        raise GateRefusal(f"{version}: {error}") from error
 
 
 def with_questions(evidence: Evidence, workloads: WorkloadsConfig, folder: Path) -> Evidence:

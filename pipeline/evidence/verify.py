@@ -28,9 +28,8 @@ from pydantic import ValidationError
 
 from pipeline.config.config import Config
 from pipeline.config.signing import SigningConfig
-from pipeline.evidence.findings import Finding, first_refusal
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
-from pipeline.evidence.reading import Evidence, download_evidence, identities, lineage, registered_evidence, with_questions
+from pipeline.evidence.reading import Evidence, Finding, first_refusal, identities, lineage, read_evidence, with_questions
 from pipeline.registry.promotion import Engines, RegisteredEngine
 from pipeline.registry.tracking import NoEngine, Version
 from pipeline.store.store import MANIFEST, read_manifest
@@ -93,10 +92,12 @@ def registered_engine(
     in the store to the directory of the evidence. The verdict is decided again by `gates`; None keeps the recorded verdict.
     Raises GateRefusal if the evidence is missing or unreadable, or another version of the gates' rules decided it.
     """
-    evidence = registered_evidence(directories, version)
+    if version.identity_digest not in directories:
+        raise GateRefusal(
+            f"{version} has no evidence in this workdir; judge it with stage=evaluate, or give the workdir that judged it"
+        )
+    evidence, report = _read(directories[version.identity_digest], version)
     candidate = evidence.candidate(version.tags.get("kv", evidence.identity.policy))
-    report = evidence.report
-    assert report is not None, "registered_evidence checks it"
     record = dict[str, Any]()
     with suppress(UserError):  # the replay reports a bundle that cannot be read
         record = read_bundle(candidate.engine.path)
@@ -118,6 +119,17 @@ def registered_engine(
     )
 
 
+def _read(directory: Path, version: Version) -> tuple[Evidence, EvaluationReport]:
+    """Return the evidence of a version with its report. Raises GateRefusal if they are missing or unreadable."""
+    try:
+        evidence = read_evidence(directory)
+    except UserError as error:  # perhaps an older kvgate judged it
+        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+    if evidence.report is None:
+        raise GateRefusal(f"{version}: its report is missing, or cannot be read")
+    return evidence, evidence.report
+
+
 @contextmanager
 def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool = True) -> Iterator[Engines]:
     """Open the engines of a registry, with their evidence in the work directory.
@@ -130,14 +142,17 @@ def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool
 
         def fetch(version: Version) -> None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvgate-")))
-            evidence = download_evidence(registry, version, folder)
-            if not (evidence.directory / "engine").is_dir():
+            copy = registry.download(version, folder)
+            if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:
+                raise GateRefusal(f"{version}: its {IDENTITY_FILE} is not the one that the registry cites")
+            evidence, _ = _read(copy, version)
+            if not (copy / "engine").is_dir():
                 raise NoEngine(
                     f"{version} has no evidence in this workdir, and no engine in the registry: judge it with "
                     "stage=evaluate tracking.log_bundle=true, or give the workdir that judged it"
                 )
-            with_questions(evidence, config.workloads, evidence.directory)
-            directories[version.identity_digest] = evidence.directory
+            with_questions(evidence, config.workloads, copy)
+            directories[version.identity_digest] = copy
 
         yield Engines(registry, partial(registered_engine, directories, config.signing, gates), fetch, config.dry)
 

@@ -84,7 +84,7 @@ class RegisteredEngine:
     policy: KVPolicy
     workloads: frozenset[str]
     replay: Callable[[], GateRefusal | MissingRequirement | None]
-    """Checks the evidence again; returns the refusal if some part is not the same (`pipeline.evidence.findings`)."""
+    """Checks the evidence again; returns the refusal if some part is not the same (`pipeline.evidence.reading`)."""
 
     @cached_property
     def problem(self) -> GateRefusal | MissingRequirement | None:
@@ -234,8 +234,8 @@ class Engines:
         """Return the champion if it competes, and whether it stays: it is better than `best`, and its evidence still holds.
 
         It competes if it has a candidate's checkpoint, another name, and still passes. Checkpoints are compared, because a
-        rebuilt baseline has another digest. A candidate with the champion's name is newer evidence. If the champion's evidence
-        does not hold, `excluded` gets the reason. Raises MissingRequirement if it cannot be verified here.
+        rebuilt baseline has another digest. A candidate with the champion's name is newer evidence. If the evidence does not
+        hold, `excluded` gets the reason. Raises MissingRequirement if it cannot be verified here.
         """
         serving = self.model.pointed_at.get(CHAMPION)
         if serving is None or serving.name in [candidate.name for candidate in candidates]:

@@ -10,7 +10,7 @@ from helpers.policies.shipped import SHIPPED
 from helpers.verdicts.reports import report as make_report
 from helpers.verdicts.reports import row
 from pipeline.config.config import Tracking
-from pipeline.evidence.findings import Finding, first_refusal
+from pipeline.evidence.reading import Finding, first_refusal
 from pipeline.registry.promotion import Engines, RegisteredEngine
 from pipeline.registry.routing import route
 from pipeline.registry.tracking import LEFT, RegisteredModel, Version, locate

@@ -9,9 +9,8 @@ from helpers.registry.judged_engine import config_of
 from pipeline.chain.actions import verify
 from pipeline.chain.job_run import Run
 from pipeline.config.signing import SigningConfig
-from pipeline.evidence.findings import Finding
 from pipeline.evidence.identity import IDENTITY_FILE, Role
-from pipeline.evidence.reading import read_evidence
+from pipeline.evidence.reading import Finding, read_evidence
 from pipeline.evidence.verify import replay
 from stages.core.digest import files_digest, json_digest
 from stages.core.errors import exit_code

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from helpers.refusals import refused
 from helpers.registry.evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
 from helpers.registry.judged_engine import candidate_of, exported, judged_engine
 
@@ -296,12 +295,3 @@ def test_other_broken_identities_are_skipped_unless_relevant(tmp_path: Path) -> 
     shutil.rmtree(evidence)
     with pytest.raises(UserError, match=rf"about it, and one cannot be read: {broken / IDENTITY_FILE}: the file: Invalid JSON"):
         find_evidence(engine)
-
-
-def test_an_evaluation_names_its_evidence(tmp_path: Path) -> None:
-    evidence = judged_engine(tmp_path)
-    evaluation = tmp_path / read_identity(evidence / IDENTITY_FILE).link("evaluation").place
-    evaluation.mkdir(parents=True, exist_ok=True)
-    (evaluation / "report.json").write_text("{}")
-    with refused(UserError, f"bundle={evaluation}: is an evaluation", f"give bundle={evidence}"):
-        find_evidence(evaluation)

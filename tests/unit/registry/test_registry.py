@@ -9,7 +9,7 @@ from helpers.refusals import refused
 from helpers.registry.candidates import MemoryRegistry, engines_of, evidence_digest
 
 from pipeline.cli.tables import reasons_against
-from pipeline.evidence.findings import Finding
+from pipeline.evidence.reading import Finding
 from pipeline.registry.promotion import PromotionMove, choose_champion
 from pipeline.registry.tracking import LostFiles, Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
