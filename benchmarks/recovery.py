@@ -18,9 +18,9 @@ import numpy as np
 
 from pipeline.chain.job_run import Run
 from pipeline.config.compose import plan
-from stages.evaluate.decoding.rows import make_row
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded
+from stages.evaluate.joining import make_row
 from stages.policies.policy import FP16_POLICY
 from stages.verdict.bets import Array
 from stages.verdict.figures import GateInput

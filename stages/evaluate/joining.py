@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from stages.core.records import finite
-from stages.evaluate.decoding.rows import make_row
-from stages.evaluate.decoding.stored import Round
-from stages.evaluate.distances.distance import StepStatistics, TokenStatistics, join_statistics
+from stages.evaluate.decoding.stored import JudgedAnswer, Round, probability
+from stages.evaluate.distances.distance import Array, StepStatistics, TokenStatistics, join_statistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
@@ -26,6 +25,7 @@ from stages.verdict.report import (
     SampleRow,
     Slice,
 )
+from stages.verdict.thresholds import FAR_KL
 from stages.workloads.config import WorkloadsConfig
 
 
@@ -87,6 +87,58 @@ def join(
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
     return JoinedEvaluation(report, rows)
+
+
+def _mean(values: Array) -> float | None:
+    return finite(float(values.mean()))
+
+
+def _acceptance(baseline: JudgedAnswer, candidate: JudgedAnswer) -> dict[str, Acceptance]:
+    return {
+        name: Acceptance(
+            baseline_tokens=baseline.passes[name][0],
+            baseline_passes=baseline.passes[name][1],
+            candidate_tokens=tokens,
+            candidate_passes=passes,
+        )
+        for name, (tokens, passes) in candidate.passes.items()
+        if name in baseline.passes
+    }
+
+
+def make_row(
+    item: EncodedSample, steps: StepStatistics, baseline: JudgedAnswer | None, candidate: JudgedAnswer | None
+) -> SampleRow:
+    """Build the row of a sample. The answers are None if the sample is not judged, or if none were generated."""
+    sample = item.sample
+    return SampleRow(
+        id=sample.id,
+        workload=sample.workload,
+        document=sample.cluster,
+        context_tokens=len(item.prompt),
+        depth=sample.depth,
+        scored_tokens=len(item.reference),
+        judged=candidate is not None,
+        baseline_correct=baseline.correct if baseline else None,
+        candidate_correct=candidate.correct if candidate else None,
+        reference=sample.reference if candidate else None,
+        baseline_generation=baseline.text if baseline else None,
+        candidate_generation=candidate.text if candidate else None,
+        mean_kl=_mean(steps.kl),
+        max_kl=_mean(steps.kl.max(keepdims=True)),
+        far_tokens=int((steps.kl > FAR_KL).sum()),
+        baseline_nll=_mean(steps.baseline_nll),
+        candidate_nll=_mean(steps.candidate_nll),
+        top1_agreement=_mean(steps.top1),
+        top10_overlap=_mean(steps.top10),
+        non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
+        difficulty=sample.difficulty,
+        round=item.round,
+        acceptance=_acceptance(baseline, candidate) if baseline and candidate else {},
+        baseline_probability=finite(probability(steps.baseline_nll, item)) if item.sample.judged else None,
+        candidate_probability=finite(probability(steps.candidate_nll, item)) if item.sample.judged else None,
+        right_answer="baseline" if item.replaced else "reference",
+    )
 
 
 SliceKey = tuple[str | None, tuple[int, int | None] | None]

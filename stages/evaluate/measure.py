@@ -18,10 +18,8 @@ from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.comparison import ForcedDecodeComparison, spread
 from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.decode import DecodeStep, StoppingCriteria, decode
-from stages.evaluate.decoding.results import ResultFolder, SampleResult
-from stages.evaluate.decoding.rows import JudgedAnswer, probability
 from stages.evaluate.decoding.speculation import count_drafts
-from stages.evaluate.decoding.stored import LOGPROBS, Round, read_round
+from stages.evaluate.decoding.stored import LOGPROBS, JudgedAnswer, ResultFolder, Round, SampleResult, probability, read_round
 from stages.evaluate.distances.distance import (
     Distributions,
     LogProbs,

@@ -15,13 +15,11 @@ from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.decode import StoppingCriteria, shares
 from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
-from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import make_row
-from stages.evaluate.decoding.stored import LOGPROBS, read_round
+from stages.evaluate.decoding.stored import LOGPROBS, SampleResult, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.distance import LogProbsReader, join_statistics, stored_logprobs
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, count_tokens, repeated_samples
-from stages.evaluate.joining import fidelity
+from stages.evaluate.joining import fidelity, make_row
 from stages.evaluate.measure import prefix_labels, run_samples
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.verdict.conformance import EngineConformance

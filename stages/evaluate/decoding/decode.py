@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stages.engines.interface import Engine, Logits, SupportsForced, SupportsFork, SupportsRequests
-from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.stored import SampleResult
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.coverage import Exercised
 

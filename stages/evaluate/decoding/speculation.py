@@ -31,7 +31,7 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.core.records import Progress
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.decoding.decode import StoppingCriteria
-from stages.evaluate.decoding.rows import JudgedAnswer
+from stages.evaluate.decoding.stored import JudgedAnswer
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import FP16_POLICY
 from stages.workloads.config import DRAFT_TOKENS, LOOKUP_NGRAM, LOOKUP_TOKENS, SpeculationConfig

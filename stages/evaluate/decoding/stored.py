@@ -1,24 +1,29 @@
 """Stored measurements of an engine (baseline or candidate): the samples of a round, and the measurements made only once.
 
+`ResultFolder` saves the results of samples as they finish, so that an interrupted measurement can resume.
+
 A round's directory contains `round.json` (`Round`), `statistics.safetensors` (`StepStatistics` by sample id, one row per field)
 and `logprobs.safetensors` (see `distances.distance`). The last file has all samples of a baseline, or the repeated samples of a
 candidate. `refuse_weak` refuses workloads whose right answers are improbable under the baseline, because a candidate's losses
 would not show there.
 """
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, Field, InstanceOf
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, load_file, save, save_file
 
 from stages.core.errors import CannotBeJudged, short
 from stages.core.records import Sample
 from stages.core.redaction import printable, redact_text
-from stages.evaluate.decoding.rows import JudgedAnswer, probability
-from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.distance import LOGPROB_ARRAYS, Array, SampleLogProbs, StepStatistics, collect_statistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.delivery import ScaleChange
 from stages.verdict.conformance import EngineConformance
@@ -31,6 +36,86 @@ STEPS = "/steps"
 """End of the key of a sample's statistics."""
 ROUND = "round.json"
 TESTS = "tests.json"
+FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleResult:
+    """The result of a sample whose sequences have all ended."""
+
+    sample: int
+    answer: tuple[int, ...] | None
+    """Greedy answer including its stop token; None if the sample is not judged or no answer was requested."""
+    trace: Exercised
+    statistics: StepStatistics = field(default_factory=lambda: collect_statistics([]))
+    """Statistics of the sample's reference tokens; empty until the steps are scored."""
+
+
+@dataclass(frozen=True)
+class JudgedAnswer:
+    """A generated answer, and whether it is right."""
+
+    text: str
+    correct: bool
+    tokens: tuple[int, ...] = ()
+    """Tokens including the stop token; an answer that reached its limit has no stop token."""
+    passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafter -> (tokens of the answer including the stop token, target passes that produce them)."""
+
+
+def probability(nll: Array, item: EncodedSample) -> float:
+    """Return the product of the reference tokens' probabilities, or its mean over the sample's scored `results`, if any."""
+    parts = item.results or ((0, len(nll)),)
+    return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
+
+
+class ResultFolder:
+    """A directory with one result file per sample.
+
+    A file's name has the sample's index and the SHA-256 digest of its bytes, so that a partly written file is recognized. A
+    directory belongs to one list of samples.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self, result: SampleResult, logprobs: SampleLogProbs | None) -> None:
+        """Save the result of a sample, and the engine's own log-probabilities if they are recorded."""
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "statistics": np.stack(result.statistics),
+            "trace": np.array(list(vars(result.trace).values()), np.int64),
+        }
+        if result.answer is not None:
+            arrays["answer"] = np.array(result.answer, np.int64)
+        if logprobs is not None:
+            arrays |= vars(logprobs)
+        content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        (self.directory / f"{result.sample}-{hashlib.sha256(content).hexdigest()}.safetensors").write_bytes(content)
+
+    def load(self) -> dict[int, SampleResult]:
+        """Return the saved results by sample index. Delete files that do not match the digest in their name."""
+        results = {}
+        for path in sorted(self.directory.iterdir()):
+            name = FILE.fullmatch(path.name)
+            content = path.read_bytes()
+            if name is None or hashlib.sha256(content).hexdigest() != name[2]:
+                path.unlink()
+                continue
+            arrays = load(content)
+            sample = int(name[1])
+            results[sample] = SampleResult(
+                sample=sample,
+                answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
+                trace=Exercised(*arrays["trace"].tolist()),
+                statistics=StepStatistics(*arrays["statistics"]),
+            )
+        return results
+
+    def logprobs(self, sample: int) -> SampleLogProbs:
+        (path,) = self.directory.glob(f"{sample}-*.safetensors")
+        arrays = load(path.read_bytes())
+        return SampleLogProbs(**{name: arrays[name] for name in LOGPROB_ARRAYS})
 
 
 class Round(BaseModel):

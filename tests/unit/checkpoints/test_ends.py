@@ -24,7 +24,7 @@ from stages.core.records import Sample
 from stages.engines.bundle import copy_tokenizer
 from stages.evaluate.decoding.decode import StoppingCriteria, decode
 from stages.evaluate.decoding.free import free_answers
-from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.stored import SampleResult
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
 PAD, END, USER = 5, 1, 3

@@ -13,7 +13,7 @@ from stages.core.errors import UserError
 from stages.core.records import LoadTimes, Sample
 from stages.engines.interface import Logits
 from stages.evaluate.decoding.decode import DecodeStep, StoppingCriteria, decode
-from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.stored import SampleResult
 from stages.evaluate.inputs.tokens import (
     EncodedSample,
     control_samples,

@@ -12,7 +12,7 @@ from helpers.verdicts.reports import every_class, lines, report, verdict
 from stages.core.records import Sample
 from stages.evaluate.decoding.decode import StoppingCriteria, decode
 from stages.evaluate.decoding.free import free_answers
-from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.stored import SampleResult
 from stages.evaluate.decoding.system import wrong_allocation
 from stages.evaluate.inputs.tokens import encode
 from stages.verdict.conformance import ALLOWED, Deviation, EngineConformance, allowed

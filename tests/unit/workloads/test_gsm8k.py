@@ -17,7 +17,7 @@ from pipeline.chain.inputs import check_inputs
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Sample
-from stages.evaluate.decoding.rows import probability
+from stages.evaluate.decoding.stored import probability
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode

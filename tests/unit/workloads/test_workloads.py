@@ -15,8 +15,7 @@ from pipeline.config.compose import plan
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import CannotBeJudged
 from stages.core.records import Sample
-from stages.evaluate.decoding.rows import JudgedAnswer
-from stages.evaluate.decoding.stored import Round, refuse_weak
+from stages.evaluate.decoding.stored import JudgedAnswer, Round, refuse_weak
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
