@@ -20,8 +20,8 @@ from stages.policies.formats import Rotation
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import KVScales
 from stages.quantize.scales import static_scales
+from stages.workloads.generated import story
 from stages.workloads.prompts import token_ids
-from stages.workloads.trained import story
 
 CHECKPOINT = ROOT / "stages" / "tiny" / "checkpoint"
 

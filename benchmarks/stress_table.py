@@ -16,7 +16,7 @@ from stages.core.records import no_progress
 from stages.engines.backend import ROUNDING
 from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import KVPolicy
 from stages.workloads.config import StressTestConfig

@@ -24,7 +24,6 @@ from stages.checkpoints.places import locate_checkpoint
 from stages.core.artifact import Artifact, Recipe
 from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code, required_libraries
 from stages.engines.onnx.config import OnnxRuntimeConfig
-from stages.evaluate.inputs.rounds import assign_rounds
 from stages.planning.duration import verdict_work
 from stages.verdict.candidate import none_accepted
 from stages.verdict.gates import decide
@@ -154,6 +153,8 @@ def _print(foreseen: Preview, *, sweeping: bool) -> None:
 
 def _say_questions(run: Run) -> None:
     """Print the number of samples per workload, and the work, memory and time of a verdict with the default engine."""
+    from stages.evaluate.inputs.samples import assign_rounds
+
     workloads, backend = run.config.workloads, run.config.backend
     counts = Counter(sample.workload for sample in run.verdict_steps.samples if not sample.workload.startswith(LONG))
     kinds = [f"{count:,} {name} samples" for name, count in counts.items()]

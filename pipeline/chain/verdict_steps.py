@@ -33,7 +33,7 @@ from stages.workloads.config import long_cost
 from stages.workloads.user_files import user_content, user_files
 
 if TYPE_CHECKING:
-    from stages.evaluate.conformance.engine import ReferenceEngine
+    from stages.evaluate.conformance.comparer import ReferenceEngine
     from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
     from stages.evaluate.joining import JoinedEvaluation
 
@@ -280,7 +280,7 @@ class VerdictSteps:
         """Number of rounds. A dry run counts them before the samples are encoded."""
         if self.encoded_samples.exists:
             return max(item.round for item in self._encoded)
-        from stages.evaluate.inputs.rounds import assign_rounds
+        from stages.evaluate.inputs.samples import assign_rounds
 
         return len(assign_rounds(self.samples, self.config.workloads.rounds))
 
@@ -312,7 +312,7 @@ class EnginePair:
 
     @cached_property
     def reference(self) -> "ReferenceEngine":
-        from stages.evaluate.conformance.engine import ReferenceEngine
+        from stages.evaluate.conformance.comparer import ReferenceEngine
 
         chain = self.steps.chain
         backend = chain.backend

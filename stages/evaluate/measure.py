@@ -14,9 +14,8 @@ import numpy as np
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import Progress, no_progress
 from stages.engines.interface import Engine, SupportsDelivery
-from stages.evaluate.conformance.comparer import SequenceComparer
+from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
 from stages.evaluate.conformance.comparison import ForcedDecodeComparison, spread
-from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.decoding.decode import DecodeStep, StoppingCriteria, decode
 from stages.evaluate.decoding.speculation import count_drafts
 from stages.evaluate.decoding.stored import LOGPROBS, JudgedAnswer, ResultFolder, Round, SampleResult, probability, read_round

@@ -10,7 +10,7 @@ from typing import Any
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsForced, SupportsRequests
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.decoding.decode import StoppingCriteria, shares
 from stages.evaluate.decoding.free import free_answers

@@ -1,44 +1,112 @@
 """Compares an engine's sequences with replays on the reference engine. Conformance and the stress test share these rules.
 
-The reference engine replays a sequence over the codes that the engine stored (`stages.engines.reference.replay`), or over its
-own codes if the engine does not expose its cache.
+The reference engine is a `TorchEngine` with the policy, scales and weights of the engine under test. It replays a sequence over
+the codes that the engine stored (`stages.engines.reference.replay`), or over its own codes if the engine does not expose its
+cache.
+
+A number halfway between two codes may get either code, depending on earlier rounding errors. With a coarse cache, a few flipped
+codes change the logits more than some faults do. The reference engine therefore also computes logits with activations that are
+disturbed by a rounding error. The distance between the two results is the unit of the allowed distance.
 
 Legend: R = rows of logits.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 
+from stages.checkpoints.description import TOKENS
 from stages.core.records import finite, or_infinite
+from stages.engines.backend import ROUNDING
 from stages.engines.interface import Engine, SupportsStored, SupportsStoredRequest
+from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.replay import Errors, Replay
-from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.conformance.sequence import ForcedSequence, count_equal_first
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.policies.policy import PAGE_TOKENS, Side
 from stages.policies.spec import E4M3
 from stages.verdict.conformance import (
+    ALLOWED,
     E4M3_SCALE_STEP,
     MEAN_STEP,
+    MEASURED_ALLOWED,
     MIN_KL,
     SCALE_STEP,
     STORED_ALLOWED,
     ComparedRequest,
     Deviation,
     Distance,
+    EngineConformance,
+    allowed,
     allowed_in_layer,
 )
+
+MIN_MEASURED = 1 / 16
+"""Minimum of a measured rounding as a fraction of the assumed rounding, because a few samples may agree by chance."""
 
 NOTICED = 8.0
 """Distance in roundings above which a token's logits count as wrong when a deviation is located. Sound engines stay below."""
 
 FAR = 1e6
 """Error of a layer with stored vectors that are not finite."""
+
+
+@dataclass(frozen=True)
+class ReferenceEngine:
+    engine: TorchEngine
+    assumed_rounding: float | None = ROUNDING["float32"]
+    """Rounding error of a layer's output, relative to its root mean square, as `Backend.rounding` gives it. None if the
+    engine's arithmetic differs from the reference engine's by design."""
+    measures_rounding: bool = False
+    """Whether to measure a rounding as the baseline's distance from its reference engine. This is needed for libraries that sum
+    16-bit numbers in their own order: twice the epsilon per layer would be large enough to hide cache faults."""
+    measured_rounding: float | None = None
+    """The measured rounding; None if it is assumed."""
+    limit: float = ALLOWED
+    """Maximum distance of a sequence from the reference engine, in roundings."""
+    layer_errors: tuple[float, ...] = ()
+    """The 16-bit engine's mean errors of stored vectors by layer, if a rounding is measured."""
+
+    @property
+    def rounding(self) -> float:
+        if self.measured_rounding is not None:
+            return self.measured_rounding
+        if self.assumed_rounding is not None:
+            return self.assumed_rounding
+        # If a rounded query gets the neighbouring code, its token's result changes by less than a float16 rounding.
+        return ROUNDING["float16" if self.engine.rounds_queries else "float32"]
+
+    def with_limits_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
+        """Return this with a candidate's limits. `baseline`: the baseline's conformance; None compares the baseline itself."""
+        requests = [] if baseline is None else baseline.requests
+        if not self.measures_rounding:
+            return replace(self, limit=allowed(requests))
+        worst = max((request.roundings for request in requests), default=1.0)
+        stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
+        return replace(
+            self,
+            measured_rounding=self.rounding * min(1.0, max(worst, MIN_MEASURED)),
+            limit=MEASURED_ALLOWED,
+            layer_errors=tuple(map(max, zip(*stored, strict=True))),
+        )
+
+    @property
+    def model_tokens(self) -> int | None:
+        """Maximum positions according to the model's config; None if the config has no such value."""
+        positions: int | None = getattr(self.engine.model.config, "max_position_embeddings", None)
+        return positions
+
+    @property
+    def special_tokens(self) -> list[int]:
+        """Tokens that the model's config names as the begin or end of a text, or as padding."""
+        config = self.engine.model.config
+        named = [getattr(config, name, None) for name in TOKENS]
+        ids = [token for name in named for token in (name if isinstance(name, list) else [name])]
+        return [token for token in dict.fromkeys(ids) if isinstance(token, int) and 0 <= token < self.engine.vocab_size]
 
 
 @dataclass(frozen=True)

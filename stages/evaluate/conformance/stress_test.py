@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsFork, SupportsRequests
-from stages.evaluate.conformance.comparer import SequenceComparer
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
 from stages.evaluate.conformance.operations import RESTING_TURN, StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.evaluate.conformance.walk import WAKES

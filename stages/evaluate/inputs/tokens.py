@@ -15,7 +15,7 @@ from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.evaluate.inputs.lengths import fit_lengths
-from stages.evaluate.inputs.rounds import assign_rounds
+from stages.evaluate.inputs.samples import assign_rounds
 from stages.policies.policy import PAGE_TOKENS
 from stages.workloads.config import CONTROL_SAMPLES, WorkloadsConfig
 from stages.workloads.prompts import all_prompt_ids, text_after_answer

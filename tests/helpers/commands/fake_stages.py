@@ -155,9 +155,9 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     def encoded(rounds: int) -> list[Any]:
         return [SimpleNamespace(prompt="a", reference="b", round=1 + n % rounds) for n in range(4 * rounds)]
 
-    fake("evaluate.inputs.samples", load_samples=lambda: QUESTIONS)
     fake(
-        "evaluate.inputs.rounds",
+        "evaluate.inputs.samples",
+        load_samples=lambda: QUESTIONS,
         assign_rounds=lambda samples, shares: [list(samples[n :: len(shares)]) for n in range(len(shares))],
     )
     fake(
@@ -170,7 +170,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake("evaluate.measure", measure=measure)
     fake("evaluate.measured_once", measure_once=measure_once)
-    fake("evaluate.conformance.engine", ReferenceEngine=lambda *_: None)
+    fake("evaluate.conformance.comparer", ReferenceEngine=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
         write_tests=lambda tests, out: (out / "tests.json").write_text(tests),

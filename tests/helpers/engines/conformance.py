@@ -15,9 +15,8 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.engines.interface import Engine
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.conformance.comparer import SequenceComparer
+from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
 from stages.evaluate.conformance.comparison import ForcedDecodeComparison
-from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.policies.policy import Eviction, KVPolicy

@@ -8,7 +8,7 @@ from helpers.engines.fake import CharTokenizer
 from helpers.policies.shipped import conf
 from stages.core.records import Progress, Sample, no_progress
 from stages.engines.interface import Engine
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine
 from stages.evaluate.decoding.stored import read_round, read_tests, write_tests
 from stages.evaluate.inputs.tokens import EncodedSample, encode, encode_rounds, workloads_digest
 from stages.evaluate.joining import JoinedEvaluation, join

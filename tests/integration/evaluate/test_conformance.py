@@ -15,7 +15,7 @@ from helpers.verdicts.reports import lines, report
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.policies.policy import FP16_POLICY, KVPolicy

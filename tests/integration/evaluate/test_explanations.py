@@ -12,8 +12,8 @@ from helpers.verdicts.reports import gates
 
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.formats import dequantize, quantize
+from stages.evaluate.conformance.comparer import ReferenceEngine
 from stages.evaluate.conformance.comparison import faulty_references
-from stages.evaluate.conformance.engine import ReferenceEngine
 from stages.evaluate.inputs.lengths import fit_lengths
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from helpers.engines.random_llama import BY_NAME, make_reference
 
-from stages.evaluate.conformance.comparer import SequenceComparer
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.policies.policy import KVShape
 

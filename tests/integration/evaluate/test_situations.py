@@ -13,7 +13,7 @@ from stages.core.records import no_progress
 from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.native.compiler import find_compiler
 from stages.evaluate.conformance import stress_test
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine
 from stages.evaluate.conformance.scenarios import SCENARIOS
 from stages.policies.policy import KVShape
 from stages.workloads.config import StressTestConfig

@@ -19,8 +19,7 @@ from stages.engines.backend import ROUNDING
 from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
-from stages.evaluate.conformance.comparer import SequenceComparer
-from stages.evaluate.conformance.engine import ReferenceEngine
+from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS, Scenario, ragged
 from stages.evaluate.conformance.stress_test import run_stress_test

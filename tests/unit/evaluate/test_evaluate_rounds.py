@@ -16,7 +16,7 @@ from helpers.verdicts.evaluations import (
 )
 
 from stages.core.records import Sample
-from stages.evaluate.inputs.rounds import assign_rounds
+from stages.evaluate.inputs.samples import assign_rounds
 from stages.evaluate.inputs.tokens import encode_rounds, read_encoded, workloads_digest, write_encoded
 from stages.verdict.report import load_rows
 

@@ -4,7 +4,7 @@ import pytest
 from helpers.verdicts.reports import gates, lines, report
 
 from stages.engines.backend import ROUNDING
-from stages.evaluate.conformance.engine import MIN_MEASURED, ReferenceEngine
+from stages.evaluate.conformance.comparer import MIN_MEASURED, ReferenceEngine
 from stages.policies.delivery import LayerDelivery, ScaleChangeKind, describe_changes, scale_changes
 from stages.policies.policy import Side
 from stages.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
