@@ -50,7 +50,7 @@ OUTCOMES = {
 SHOWN = (
     "workload", "context_tokens", "reference", "baseline_generation", "candidate_generation", "mean_kl", "max_kl",
     "baseline_probability", "candidate_probability", "top10_overlap", "top1_agreement", "baseline_nll", "candidate_nll",
-    "depth", "difficulty", "scored_tokens", "round", "document", "id",
+    "difficulty", "scored_tokens", "round", "document", "id",
 )  # fmt: skip
 """Columns of the samples' table after the outcome: answers before measurements."""
 

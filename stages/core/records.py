@@ -63,8 +63,6 @@ class Sample:
     number."""
     document: str = ""
     """Document that the sample belongs to; a verdict counts a document's samples as one number. Empty: only this sample."""
-    depth: float | None = None
-    """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Allowed tools and their argument names."""
     mentions: tuple[str, ...] = ()

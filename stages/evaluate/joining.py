@@ -116,7 +116,6 @@ def make_row(
         workload=sample.workload,
         document=sample.cluster,
         context_tokens=len(item.prompt),
-        depth=sample.depth,
         scored_tokens=len(item.reference),
         judged=candidate is not None,
         baseline_correct=baseline.correct if baseline else None,

@@ -48,7 +48,6 @@ class SampleRow(Record):
     document: str
     """Id of the document. All rows of one document together give one number to a gate."""
     context_tokens: Count
-    depth: float | None
     scored_tokens: Count
     judged: bool
     """Whether the sample has an answer that is right or wrong. If not, the five fields below are null."""

@@ -131,12 +131,8 @@ class Document:
         """Return the facts of the given kinds in the document, except the few-shot examples."""
         return [fact for fact in self.facts if fact.kind in kinds and fact not in self.examples]
 
-    def sample_about(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:
-        """Return a sample whose conversation ends with the question for a fact.
-
-        The values of all other facts of the same kind are distractors. `depth` is the relative position of the fact in the
-        document, 0 to 1.
-        """
+    def sample_about(self, fact: Fact, messages: list[Message]) -> Sample:
+        """Return a sample that ends with the question for a fact. Values of other facts of the same kind are distractors."""
         distractors = (other for other in self.facts + self.stated + self.quotes if other.kind == fact.kind and other != fact)
         return Sample(
             id=self.slot.id,
@@ -145,7 +141,6 @@ class Document:
             messages=(*messages, ("user", fact.question)),
             check="mention",
             document=f"page-{self.slot.index:04d}",
-            depth=depth,
             mentions=fact.values,
             distractors=tuple(value for other in distractors for value in other.values),
             difficulty=self.difficulty,
@@ -185,7 +180,7 @@ def lookup(slot: Slot) -> Sample:
     document, third = make_document(slot), slot.index // len(DIFFICULTIES) % 3
     facts = document.candidates(SINGLE)
     fact = slot.rng().choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
-    return document.sample_about(fact, document.messages, document.text.index(fact.sentence) / len(document.text))
+    return document.sample_about(fact, document.messages)
 
 
 def extraction(slot: Slot) -> Sample:

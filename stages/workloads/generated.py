@@ -160,8 +160,7 @@ def question(key: str) -> str:
 def retrieval(slot: Slot) -> Sample:
     """Generate a question about 6 to 22 records: 200 to 1,000 tokens of the tiny tokenizer.
 
-    Nine consecutive indices combine all SIZES with answers in the early, middle and late third of the lines. The depth of a
-    sample is the relative position of the answer's line in the user's turn.
+    Nine consecutive indices combine all SIZES with answers in the early, middle and late third of the lines.
     """
     rng = slot.rng()
     count = rng.randint(*SIZES[slot.index // 3 % 3])
@@ -171,8 +170,7 @@ def retrieval(slot: Slot) -> Sample:
     key, value = lines[rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)]
     prompt = "Records:\n" + "".join(f"{name}={text}\n" for name, text in lines) + question(key)
     reference = compact_json({key: value})
-    depth = prompt.index(f"{key}=") / len(prompt)
-    return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json", depth=depth)
+    return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json")
 
 
 TOOLS: dict[str, tuple[tuple[str, ...], str]] = {

@@ -9,7 +9,6 @@ small models can answer. Only the probability of the values counts (`Sample.resu
 import json
 import random
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from stages.core.records import Sample
@@ -78,7 +77,6 @@ def make_questions(document: Slot, prose_words: int, texts: Sequence[str] | None
     codes, stated, homes, wares, thirds = _records(rng)
     prose = _prose(rng, document.split, prose_words, texts)
     text = _spread_prose(["\n".join(third) for third in thirds], prose)
-    lines = list(chain(*thirds))
 
     early, middle, late = (codes[i::3] for i in range(3))
     shared = [*early[0].turns, *homes[1].turns, ("user", _ware_question(wares[1])), ("assistant", wares[1])]
@@ -93,7 +91,6 @@ def make_questions(document: Slot, prose_words: int, texts: Sequence[str] | None
 
     def mention(kind: str, question: str, facts: Sequence[Fact], history: Sequence[Message] = ()) -> Sample:
         """Return a sample whose answer must mention the values of all facts."""
-        has_depth = len(facts) == 1 and facts[0] is not stated
         values = tuple(fact.values[0] for fact in facts)
         reference = " ".join(fact.sentence for fact in facts)
         return Sample(
@@ -103,7 +100,6 @@ def make_questions(document: Slot, prose_words: int, texts: Sequence[str] | None
             messages=(*shared, *history, ("user", question)),
             check="mention",
             document=document.id,
-            depth=lines.index(facts[0].sentence) / len(lines) if has_depth else None,
             mentions=values,
             distractors=tuple(fact.values[0] for fact in (*codes, *homes, stated) if fact not in facts),
             results=_character_ranges(reference, values),

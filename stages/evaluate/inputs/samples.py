@@ -52,7 +52,6 @@ class _Line(_Strict):
     reference: str = Field(pattern=r"\S")
     check: LineCheck = "exact"
     document: str = ""
-    depth: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     mentions: tuple[str, ...] = ()
     distractors: tuple[str, ...] = ()
     difficulty: Literal["", "easy", "medium", "hard"] = ""

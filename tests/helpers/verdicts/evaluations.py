@@ -40,7 +40,7 @@ def samples(per_class: int = 80) -> list[Sample]:
     find = [
         Sample(
             id=f"find-{i}", workload="find", prompt=f"q{i:02}" + "." * (i % 3 * 4), check="json",
-            reference=f'{{"k":{i}}}', depth=(i % 3) / 3, difficulty="easy" if i < 50 else "hard",
+            reference=f'{{"k":{i}}}', difficulty="easy" if i < 50 else "hard",
         )
         for i in range(per_class)
     ]  # fmt: skip

@@ -32,7 +32,6 @@ def rows(lost: int, workloads: Sequence[str] = ("retrieval", "copy"), count: int
             lost <= index,
             **{
                 "context_tokens": 100 + 8 * index,
-                "depth": index / count if workload == "retrieval" else None,
                 "scored_tokens": STEPS,
                 "reference": f"the key is {index}",
                 "baseline_generation": f"the key is {index}",

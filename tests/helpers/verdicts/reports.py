@@ -35,7 +35,6 @@ def row(workload: str, index: int, before: bool = True, after: bool = True, **ch
         "workload": workload,
         "document": f"{workload}-{index}",
         "context_tokens": 100 + 10 * (index % 20),
-        "depth": None,
         "scored_tokens": 100,
         "judged": True,
         "baseline_correct": before,

@@ -36,7 +36,7 @@ def test_each_builtin_workload_has_its_configured_number_of_samples() -> None:
 def test_missing_keys_of_a_line_get_defaults(tmp_path: Path) -> None:
     call = {
         "id": "a", "workload": "legal", "messages": [{"role": "user", "content": "hi"}], "check": "tool_call",
-        "reference": '{"name":"f","arguments":{"x":1}}', "document": "d", "depth": 0.5,
+        "reference": '{"name":"f","arguments":{"x":1}}', "document": "d",
         "tools": [{"name": "f", "arguments": ["x"]}],
     }  # fmt: skip
     code = {
@@ -44,7 +44,7 @@ def test_missing_keys_of_a_line_get_defaults(tmp_path: Path) -> None:
         "distractors": ["4712"], "difficulty": "hard",
     }  # fmt: skip
     first, second, third = read_jsonl(write(tmp_path, call, code, "", GOOD), set())
-    assert (first.id, first.workload, first.cluster, first.depth) == ("a", "legal", "d", 0.5)
+    assert (first.id, first.workload, first.cluster) == ("a", "legal", "d")
     assert (first.messages, first.tools) == ((("user", "hi"),), (("f", ("x",)),))
     assert (second.mentions, second.distractors, second.difficulty) == (("4711",), ("4712",), "hard")
     assert (third.id, third.workload, third.check, third.cluster) == ("mine-0004", "custom", "exact", "mine-0004")
