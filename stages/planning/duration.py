@@ -4,11 +4,8 @@ The rates were measured on one thread of an Intel Xeon with AVX-512, with SmolLM
 STARTING_S fit the times of two whole verdicts on int8 there (docs/start.md#time-and-memory, and experiment=smollm2).
 """
 
-import os
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -102,76 +99,59 @@ class VerdictWork:
 
 
 def questions(samples: Sequence[Sample]) -> list[Question]:
-    """Return the sizes of samples. Documents of `workloads.lengths` have their length, other texts CHARACTERS per token."""
-    texts = [sample.prompt or "".join(text for _, text in sample.messages) for sample in samples]
-    by_document = defaultdict[str, list[str]](list)
-    for sample, text in zip(samples, texts, strict=True):
-        by_document[sample.cluster].append(text)
-    common = {
-        name: len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0  # noqa: RUF071  (texts, not paths)
-        for name, prompts in by_document.items()
-    }
+    """Return the sizes of samples. Documents of `workloads.lengths` have their length, other texts CHARACTERS per token.
+
+    The questions of a document share all messages but the last.
+    """
     sized = []
-    for sample, text in zip(samples, texts, strict=True):
+    for sample in samples:
+        texts = [text for _, text in sample.messages] or [sample.prompt]
+        characters = sum(map(len, texts))
+        prompt = characters // CHARACTERS + TEMPLATE_TOKENS * len(texts)
         if sample.workload.startswith(LONG):
             prompt = int(sample.workload.removeprefix(LONG))
-        else:
-            prompt = len(text) // CHARACTERS + TEMPLATE_TOKENS * max(1, len(sample.messages))
-        shared = round(prompt * common[sample.cluster] / max(1, len(text)))
+        shared = round(prompt * (1 - len(texts[-1]) / max(1, characters))) if sample.document else 0
         sized.append(Question(sample, prompt, shared, answer=1 + len(sample.reference) // CHARACTERS))
     return sized
 
 
 def verdict_work(rounds: Sequence[Sequence[Sample]], config: WorkloadsConfig) -> VerdictWork:
-    """Return the approximate work of a verdict on one policy and its baseline, by the samples of each round."""
+    """Return the approximate work of a verdict on one policy and its baseline, by the samples of each round.
+
+    Tests that repeat some samples of the first round are counted as the same share of that round's work.
+    """
     asked = [questions(samples) for samples in rounds]
-    first, longest = asked[0], max(question.prompt + question.answer for group in asked for question in group)
-    both = [_ask(group, config.batch_size) * (2 + RESCORED_SHARE) for group in asked]
-    noise = _choose(first, config.noise_samples)
-    once = 2 * (_ask(noise, 2) + _load(config))
-    once += _ask(sorted(first, key=lambda question: question.prompt)[:CONTROL_SAMPLES], CONTROL_SAMPLES)
+    once_asked, first = [_ask(group, config.batch_size) for group in asked], asked[0]
+    longest = max(question.prompt + question.answer for group in asked for question in group)
+    both = [work * (2 + RESCORED_SHARE) for work in once_asked]
+    workloads = len({question.sample.workload for question in first if question.sample.judged})
+    repeated = (2 * config.noise_samples * workloads + CONTROL_SAMPLES) / len(first)
+    load = config.load
+    once = min(1.0, repeated) * once_asked[0]
+    once += 2 * (
+        load.batch * prefill(load.context_tokens) + decode(load.batch * load.new_tokens, load.context_tokens, load.batch)
+    )
     reference = NO_WORK
     if not config.is_quick_check:
         stress = config.stress_test.limited(longest)
         limits = stress.max_tokens, longest, max(stress.max_batch, config.batch_size)
-        own = _distinct_tokens([question for group in asked for question in group]) if config.user_path else None
+        own = round(float(sum(once_asked, NO_WORK)[0])) if config.user_path else None
         half = stress.tokens(*limits, stress.share(own, *limits)) / 2
         pairs = half * stress.max_tokens / 4
         once += np.array([half, 0, pairs, stress.steps])
-        compared = (prefill(question.prompt + question.answer) for question in _choose(first, config.conformance_samples))
+        compared = min(1.0, config.conformance_samples * workloads / len(first))
+        whole = sum((prefill(question.prompt + question.answer) for question in first), NO_WORK)
         # The reference engine repeats requests of both engines, each once with and once without disturbed activations.
-        reference = 4 * sum(compared, NO_WORK) + np.array([half, 0, pairs, 0])
+        reference = 4 * compared * whole + np.array([half, 0, pairs, 0])
     together = -(-config.batch_size // LONG_QUESTIONS) + 1 if config.lengths else config.batch_size
     return VerdictWork(once + both[0], once + sum(both, NO_WORK), reference, (together + 2) * longest)
 
 
-def _distinct_tokens(asked: Sequence[Question]) -> int:
-    """Return the tokens of questions and answers; the tokens that the questions of a document share count once."""
-    own = sum(question.prompt - question.shared + question.answer for question in asked)
-    return own + sum(_shared_by_document(asked).values())
-
-
-def _shared_by_document(asked: Sequence[Question]) -> dict[str, int]:
-    return {question.sample.cluster: question.shared for question in asked if question.shared}
-
-
 def _ask(asked: Sequence[Question], batch: int) -> Work:
     """Return the work of asking questions once. A judged answer is decoded twice: forced, and freely."""
-    work = sum((prefill(shared) for shared in _shared_by_document(asked).values()), NO_WORK)
+    shared = {question.sample.cluster: question.shared for question in asked if question.shared}
+    work = sum(map(prefill, shared.values()), NO_WORK)
     for question in asked:
         rows = question.answer * (2 if question.sample.judged else 1)
         work = work + prefill(question.prompt, question.shared) + decode(rows, question.prompt, min(batch, len(asked)))
     return work
-
-
-def _choose(asked: Iterable[Question], count: int) -> list[Question]:
-    chosen = defaultdict[str, list[Question]](list)
-    for question in asked:
-        if question.sample.judged and len(chosen[question.sample.workload]) < count:
-            chosen[question.sample.workload].append(question)
-    return list(chain.from_iterable(chosen.values()))
-
-
-def _load(config: WorkloadsConfig) -> Work:
-    batch, context = config.load.batch, config.load.context_tokens
-    return batch * prefill(context) + decode(batch * config.load.new_tokens, context, batch)
