@@ -223,7 +223,7 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         workloads=workloads,
         limits=report.limits,
         longest_decode=exercised.longest_decode,
-        forks=exercised.forks + exercised.shared_prefixes + (stress.forks if stress is not None else 0),
+        forks=exercised.forks + (stress.forks if stress is not None else 0),
         kl_mean=kl_mean if kl_mean is not None else float("inf"),
     )
 

@@ -161,7 +161,7 @@ def budget_lines(capacity: Capacity) -> list[str]:
     lines = [
         console.Styled("bold", capacity.model, f": {capacity.layers} layers, {heads}"),
         f"{gpus}{budget.gpu / GIB:.4g} GiB, {budget.weights / GIB:.2f} of it for weights and {budget.reserve / GIB:.4g} "
-        f"reserved, leave {capacity.cache_bytes / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
+        f"reserved, leave {budget.cache / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
         f"admitted to {100 * use.ceiling:g} %",
         f"mix: {mix} tokens; {100 * capacity.block_waste:.2f} % of their pages' slots stay empty; "
         f"{use.concurrency:,} requests at once are needed (capacity.concurrency)",

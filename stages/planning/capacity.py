@@ -197,8 +197,6 @@ class Capacity(StrictModel):
     head_dim: int
     use: CapacityConfig
     budget: Budget
-    cache_bytes: int
-    ceiling_bytes: int
     block_waste: float
     """Share of the pages' token slots that stay empty: the rest of every request's last page, over the mix."""
     notes: list[str]
@@ -283,8 +281,6 @@ def measure_capacity(
         head_dim=model.kv.head_dim,
         use=use,
         budget=budget,
-        cache_bytes=budget.cache,
-        ceiling_bytes=use.below_ceiling(budget.cache),
         block_waste=1 - live / slots,
         notes=notes,
         policies=fitting,

@@ -26,9 +26,8 @@ class Exercised:
     room: int = 0
     """Maximum tokens of a sample plus its longest allowed answer. An engine must be built for this length to run the sample."""
     forks: int = 0
-    """Sequences that were forked at the first token that differed from the reference."""
-    shared_prefixes: int = 0
-    """Number of samples that continued a fork of a document which was prefilled once."""
+    """Sequences that were forked: at the first token that differed from the reference, or from a document that was prefilled
+    once for all its samples."""
 
     def note_step(self, prompt: int, position: int, batch: int) -> None:
         """Record a decode step. It predicts the token at `position` of the answer; its input is the token before."""
@@ -39,10 +38,8 @@ class Exercised:
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
         maxima = ("longest_context", "longest_decode", "batch", "room")
-        return Exercised(
-            **{name: max((getattr(part, name) for part in parts), default=0) for name in maxima},
-            **{name: sum(getattr(part, name) for part in parts) for name in ("forks", "shared_prefixes")},
-        )
+        largest = {name: max((getattr(part, name) for part in parts), default=0) for name in maxima}
+        return Exercised(**largest, forks=sum(part.forks for part in parts))
 
 
 class Limits(Record):

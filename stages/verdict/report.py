@@ -218,14 +218,11 @@ class StressResult(Record):
     requests: int = 0
     """Number of sequences that were started and released."""
     rows: int = 0
-    """Number of decoded tokens and prompts that were compared with the reference engine."""
+    """Number of decoded tokens, prompts and later prompt chunks that were compared with the reference engine."""
     together: int = 0
     """Maximum length in tokens that two sequences of a full batch reached at the same time."""
-    prompts: int = 0
-    """Number of prompts and later prompt chunks whose logits were compared."""
     turns: int = 0
     """Number of prompt chunks that were added to sequences after decoding."""
-    steps: int = 0
     preempted: int = 0
     """Number of times that a full pool preempted a request, which was then recomputed."""
     seed: int = 0
@@ -235,12 +232,11 @@ class StressResult(Record):
     def __str__(self) -> str:
         counts = (("forks", self.forks), ("turns", self.turns), ("preemptions in a full pool", self.preempted))
         also = "".join(f", {count} {name}" for name, count in counts if count)
-        prompts = f", {self.prompts} of prompts" if self.prompts else ""
         reduced = f"; reduced to {100 * self.share:.0f} % of the test, because the questions are few" if self.share < 1 else ""
         return (
-            f"{self.rows} tokens{prompts} as the reference engine computes them, up to {self.tokens:,} tokens, "
+            f"{self.rows} tokens as the reference engine computes them, up to {self.tokens:,} tokens, "
             f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
-            f"{self.requests:,} requests, {self.steps:,} decode steps{reduced}"
+            f"{self.requests:,} requests{reduced}"
         )
 
 

@@ -155,7 +155,6 @@ class StressTest:
         if sequence.watched:
             self.unreplayed += len(tokens)
             self.counts["rows"] += 1
-            self.counts["prompts"] += not decoded
             self._reach(tokens=len(sequence.tokens))
             if tokens is sequence.prompt:
                 self.prompt_offsets.add(len(tokens) % PAGE_TOKENS)
@@ -170,7 +169,6 @@ class StressTest:
             tokens = [s.ahead.pop(0) if s.ahead else token for s, token in zip(sequences, drawn, strict=True)]
             logits = self.engine.decode([sequence.handle for sequence in sequences], tokens)
             self._advance(len(tokens))
-            self.counts["steps"] += 1
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
                 self._take(sequence, [token], logits[row], row, len(sequences), decoded=True)
             self._observe([sequence for sequence in sequences if self.comparer.frees_next(sequence)])

@@ -306,7 +306,7 @@ class Batch:
         question = item.prompt[item.shared : -1]
         if question:
             self.engine.extend(handle, question)
-        sample.trace.shared_prefixes = 1
+        sample.trace.forks += 1
         return handle
 
     def _advance(self, tokens: Sequence[int]) -> Iterator[SampleResult]:

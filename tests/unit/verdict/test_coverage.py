@@ -98,10 +98,7 @@ def test_a_verdict_names_the_limits_that_it_covers() -> None:
 
 
 def test_a_reduced_stress_test_states_its_share() -> None:
-    for share, ending in (
-        (1.0, "decode steps"),
-        (0.125, "decode steps; reduced to 12 % of the test, because the questions are few"),
-    ):
+    for share, ending in ((1.0, " requests"), (0.125, " requests; reduced to 12 % of the test, because the questions are few")):
         (check,) = lines("stress_test", report([], tests=engine_tests(stress_result(share=share))))
         assert check.reason.endswith(ending)
 
