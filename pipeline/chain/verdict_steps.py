@@ -234,7 +234,7 @@ class VerdictSteps:
     @cached_property
     def too_few(self) -> str | None:
         """Reason why the questions are too few for a PASS; None if they suffice, or for a quick check, which never passes."""
-        from stages.verdict.gates.evaluation import too_few
+        from stages.verdict.gates.checks import too_few
 
         return None if self.config.workloads.is_quick_check else too_few(self.samples, self.config.gates)
 

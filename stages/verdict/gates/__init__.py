@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from stages.verdict.figures import MIN_SOUND_REQUESTS, Figure, GateInput
-from stages.verdict.gates import answers, distances, engine, evaluation
+from stages.verdict.gates import answers, checks, distances
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.thresholds import ALPHA, MAX_SAMPLES, Thresholds
 from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
@@ -35,14 +35,14 @@ FIGURES: tuple[Callable[[GateInput, Thresholds], Iterable[Figure]], ...] = (
 """Functions that yield the figures. Figures are tested after every round."""
 CHECKS: tuple[Callable[[GateInput, Thresholds], Iterable[Check]], ...] = (
     answers.unmeasured_acceptance,
-    evaluation.documents,
-    evaluation.noise_floor,
+    checks.documents,
+    checks.noise_floor,
     distances.must_fail_control,
-    engine.conformance,
-    engine.stress_test,
-    engine.scale_delivery,
-    engine.full_pool,
-    evaluation.takes_effect,
+    checks.conformance,
+    checks.stress_test,
+    checks.scale_delivery,
+    checks.full_pool,
+    checks.takes_effect,
 )
 """Functions that yield the checks of the complete report, after all rounds that ran."""
 
@@ -50,7 +50,7 @@ CHECKS: tuple[Callable[[GateInput, Thresholds], Iterable[Check]], ...] = (
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thresholds) -> Verdict:
     """Judge one evaluation, complete or after some of its rounds. `rows` are the samples of all rounds that ran."""
     everything = GateInput(report, rows)
-    problems = list(evaluation.completeness(everything))
+    problems = list(checks.completeness(everything))
     if problems:
         return conclude(problems, 0, looks=0)
     failed: dict[tuple[str, str], Check] = {}
@@ -59,18 +59,18 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thre
         evidence = replace(everything, rows=[row for row in rows if row.round <= number])
         latest = {(check.gate, check.where): check for check in _look(evidence, thresholds, number)}
         failed |= {place: check for place, check in latest.items() if check.status == "FAIL"}
-    checks = [*(latest | failed).values(), *(check for run_checks in CHECKS for check in run_checks(everything, thresholds))]
+    lines = [*(latest | failed).values(), *(check for run_checks in CHECKS for check in run_checks(everything, thresholds))]
     order = [gate.value for gate in Gate]
-    checks.sort(key=lambda check: order.index(check.gate))
+    lines.sort(key=lambda check: order.index(check.gate))
     later = thresholds.next_attempt
-    verdict = conclude(checks, 0 if later is None else _samples_needed(checks, everything, later), looks)
+    verdict = conclude(lines, 0 if later is None else _samples_needed(lines, everything, later), looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
 
 def fails_questions(report: EvaluationReport, rows: Sequence[SampleRow], thresholds: Thresholds) -> bool:
     """Return whether the samples alone decide on FAIL, whatever the tests of the engine show. `rows` as in `decide`."""
     evidence = GateInput(report, rows)
-    if any(evaluation.completeness(evidence)):
+    if any(checks.completeness(evidence)):
         return True
     return any(check.status == "FAIL" for check in _look(evidence, thresholds, max(row.round for row in rows)))
 
