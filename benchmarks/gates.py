@@ -28,8 +28,7 @@ from benchmarks import gate_shapes
 from benchmarks.recovery import Answers, load
 from stages.verdict.bets import OUTLIER, Array, Decisions, Mean
 from stages.verdict.gates.answers import BET_SHARE, STUDENT_SHARE, WORST
-from stages.verdict.thresholds import ALPHA, MARGIN, Thresholds
-from stages.verdict.verdict import RULES
+from stages.verdict.verdict import ALPHA, MARGIN, RULES, Thresholds
 
 FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
 GATES = Thresholds()

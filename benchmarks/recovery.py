@@ -26,7 +26,7 @@ from stages.verdict.bets import Array
 from stages.verdict.figures import GateInput
 from stages.verdict.gates.answers import accuracy, recovery
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, Thresholds
+from stages.verdict.verdict import ALPHA, Thresholds
 
 FILE = Path(__file__).resolve().parent / "results" / "recovery_smollm2.json"
 POLICIES = ("int8", "fp8", "fp8k_int4v", "int4_g32")

@@ -50,8 +50,7 @@ from pipeline.config.stages import STAGES, StageFacts, missing_files
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, redact_text
 from stages.policies.policy import KVPolicy
-from stages.verdict.thresholds import Thresholds
-from stages.verdict.verdict import Status
+from stages.verdict.verdict import Status, Thresholds
 
 # Options whose values are defaults in the code, not files of conf/.
 ConfigStore.instance().store("default", Thresholds().model_dump(mode="json"), group="gates")

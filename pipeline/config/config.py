@@ -19,7 +19,7 @@ from stages.engines.config import BackendConfig, backend_configs
 from stages.planning.capacity import CapacityConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
-from stages.verdict.thresholds import Thresholds
+from stages.verdict.verdict import Thresholds
 from stages.workloads.config import Workload, WorkloadsConfig
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from stages.core.strict import StrictModel, Unreadable, first_problem, parse_jso
 from stages.engines.bundle import BUNDLE_FILE
 from stages.policies.policy import KVPolicy
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
-from stages.verdict.thresholds import Thresholds
-from stages.verdict.verdict import RULES, Verdict
+from stages.verdict.verdict import RULES, Thresholds, Verdict
 from stages.workloads.config import WorkloadsConfig
 from stages.workloads.user_files import user_content
 

@@ -40,7 +40,7 @@ from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
 from stages.verdict.gates import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from stages.verdict.thresholds import Thresholds
+from stages.verdict.verdict import Thresholds
 from stages.workloads.config import WorkloadsConfig
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from stages.verdict.report import (
     SampleRow,
     Slice,
 )
-from stages.verdict.thresholds import FAR_KL
+from stages.verdict.verdict import FAR_KL
 from stages.workloads.config import WorkloadsConfig
 
 

@@ -22,8 +22,7 @@ from stages.engines.config import is_least_preferred
 from stages.planning.capacity import Capacity, CapacityConfig, PolicyCapacity
 from stages.policies.policy import KVPolicy, whole_pages
 from stages.verdict.coverage import Limits
-from stages.verdict.thresholds import MAX_ATTEMPTS
-from stages.verdict.verdict import Status
+from stages.verdict.verdict import MAX_ATTEMPTS, Status
 from stages.workloads.config import WorkloadsConfig
 
 NO_EVIDENCE = "no evidence"

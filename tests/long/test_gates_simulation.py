@@ -13,7 +13,7 @@ from helpers.verdicts.reports import GATES, at_most, lines, report, row
 from benchmarks.gates import at_limit, draw_pages, failing, greedy, passing
 from benchmarks.recovery import load
 from stages.verdict.bets import Array
-from stages.verdict.thresholds import ALPHA
+from stages.verdict.verdict import ALPHA
 
 ANSWERS, RUNS = load(), 2000
 LOOKS = (15, 36, 72, 108, 144)

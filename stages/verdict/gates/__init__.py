@@ -19,8 +19,7 @@ from dataclasses import replace
 from stages.verdict.figures import MIN_SOUND_REQUESTS, Figure, GateInput
 from stages.verdict.gates import answers, checks, distances
 from stages.verdict.report import EvaluationReport, SampleRow
-from stages.verdict.thresholds import ALPHA, MAX_SAMPLES, Thresholds
-from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
+from stages.verdict.verdict import ALL, ALPHA, MAX_SAMPLES, Check, Gate, Status, Thresholds, Verdict
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The function `decide`, bound to its thresholds."""

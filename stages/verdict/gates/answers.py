@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from stages.verdict.bets import OUTLIER, Mean, Result, document_totals
 from stages.verdict.figures import Figure, GateInput, by_workload, describe_recovery, means
 from stages.verdict.report import Acceptance, Accuracy, SampleRow
-from stages.verdict.thresholds import MARGIN, MAX_SAMPLES, Thresholds
-from stages.verdict.verdict import ALL, Check, Gate, LineStatus
+from stages.verdict.verdict import ALL, MARGIN, MAX_SAMPLES, Check, Gate, LineStatus, Thresholds
 
 WORST = 2.0
 """Maximum loss of a document that the bet assumes, as a multiple of the limit. At the larger stake, a document without

@@ -14,8 +14,7 @@ from stages.verdict.conformance import describe, describe_bound
 from stages.verdict.figures import MIN_SOUND_REQUESTS, GateInput, by_workload
 from stages.verdict.gates.distances import shows_none_ruined
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import FAR_KL, Thresholds
-from stages.verdict.verdict import ALL, Check, Gate, LineStatus, Status
+from stages.verdict.verdict import ALL, FAR_KL, Check, Gate, LineStatus, Status, Thresholds
 
 REQUIRED_NUMBERS = ("mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap")
 RECOMMENDED_DOCUMENTS = 60

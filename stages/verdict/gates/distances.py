@@ -8,8 +8,7 @@ import numpy as np
 from stages.verdict.bets import OUTLIER, Array, Mean
 from stages.verdict.figures import Figure, GateInput, by_workload, means
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Thresholds
-from stages.verdict.verdict import ALL, Check, Gate
+from stages.verdict.verdict import ALL, ALPHA, FAR_KL, MIN_TOP10_OVERLAP, Check, Gate, Thresholds
 from stages.workloads.config import CONTROL_FACTOR
 
 TAIL_SHARE = 0.001

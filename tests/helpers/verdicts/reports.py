@@ -18,8 +18,7 @@ from stages.verdict.report import (
     Slice,
     SystemMetrics,
 )
-from stages.verdict.thresholds import Thresholds
-from stages.verdict.verdict import Check, Verdict
+from stages.verdict.verdict import Check, Thresholds, Verdict
 
 GATES = Thresholds()
 CLASSES = {"retrieval": 128, "tool_call": 128, "copy": 128, "multi_turn": 128}

@@ -23,8 +23,8 @@ from pipeline.registry.summary import new_sweep
 from pipeline.registry.tracking import locate
 from stages.core.errors import GateRefusal, MissingRequirement, Refusal, UserError, exit_code
 from stages.core.records import Sample
-from stages.verdict.gates.evaluation import too_few
-from stages.verdict.thresholds import Thresholds
+from stages.verdict.gates.checks import too_few
+from stages.verdict.verdict import Thresholds
 
 BRIEF, ROUNDS = ["calibration.samples=4", "tracking=none"], ["workloads.rounds=[0.5,1.0]"]
 OF_STAGES: dict[str, list[str]] = {

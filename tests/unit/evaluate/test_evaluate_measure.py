@@ -16,8 +16,7 @@ from stages.core.records import Sample
 from stages.evaluate.decoding.system import _processor_seconds, measure_system
 from stages.verdict.gates import decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.thresholds import Thresholds
-from stages.verdict.verdict import Verdict
+from stages.verdict.verdict import Thresholds, Verdict
 from stages.workloads.config import CONTROL_FACTOR, LoadConfig
 
 GATES = Thresholds()

@@ -24,7 +24,7 @@ from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import whole_pages
-from stages.verdict.thresholds import Thresholds
+from stages.verdict.verdict import Thresholds
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [

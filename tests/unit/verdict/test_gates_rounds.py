@@ -23,8 +23,7 @@ from helpers.verdicts.reports import (
 from stages.policies.policy import KVPolicy, KVShape
 from stages.verdict.gates import decide, is_final
 from stages.verdict.report import SampleRow
-from stages.verdict.thresholds import ALPHA, MAX_ATTEMPTS
-from stages.verdict.verdict import RULES, Verdict
+from stages.verdict.verdict import ALPHA, MAX_ATTEMPTS, RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 
