@@ -34,8 +34,7 @@ from stages.engines.interface import LOGITS_NOT_FINITE, Engine, SupportsRequests
 from stages.evaluate.decoding.decode import DecodeStep, decode
 from stages.evaluate.distances.distance import log_softmax
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.workloads.prompts import token_ids
-from stages.workloads.rendering import rendered
+from stages.workloads.prompts import rendered, token_ids
 
 TAIL_MARGIN = 8
 """Additional tokens at an answer's end to search for a stop string, which itself has at most one token per byte."""

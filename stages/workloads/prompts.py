@@ -1,19 +1,31 @@
 """Converts samples' conversations to text, and prompts to token ids.
 
 Calibration, evaluation and benchmarks all use these functions, so that they process the same tokens.
+
+Chat templates run in a child process with limits on time, memory and output. A template is a program by the model's author. No
+Python signal handler interrupts a long call in C, such as `9**9**9`, so only the kernel can stop it.
 """
 
-from collections.abc import Sequence
+import json
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
-from typing import Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 
+from stages.core.child import die_with_parent
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.workloads.conversation import Message
-from stages.workloads.rendering import RENDER_CHARACTERS, rendered
 
 ANSWER, NEXT = "kvgate's answer", "kvgate's next question"
 """Placeholder messages that no chat template contains, so that `text_after_answer` can find them in the rendered text."""
@@ -22,6 +34,15 @@ TODAY = date(2024, 7, 26)
 
 WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
 """Chat template variables (Qwen3 and GLM; DeepSeek and Granite) that disable thinking."""
+
+RENDER_SECONDS = 5.0
+"""Time limit per conversation in seconds; real templates take milliseconds."""
+RENDER_BYTES = 1 << 30
+"""Maximum additional memory in bytes while conversations are rendered."""
+RENDER_CHARACTERS = 16 << 20
+"""Maximum characters of a rendered conversation."""
+ANSWER_BYTES = 16 * RENDER_CHARACTERS
+"""Maximum bytes of the child's JSON message, which needs up to 12 bytes per character."""
 
 
 def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
@@ -74,7 +95,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Message]) -> str:
         text: str = tokenizer.apply_chat_template(
             turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime, **WITHOUT_THINKING
         )
-    except OverflowError:  # a fault of the template instead of a refusal: `rendering` reports it
+    except OverflowError:  # a fault of the template instead of a refusal: `rendered` reports it
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # raised by the template's own expressions
         raise TemplateError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
@@ -126,3 +147,73 @@ def all_prompt_ids(tokenizer: Any, samples: Sequence[Sample]) -> list[list[int]]
         else token_ids(tokenizer, text)
         for sample, text in zip(samples, render_all(tokenizer, samples), strict=True)
     ]
+
+
+def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
+    """Call all functions in one child process, in order, and return their results.
+
+    Raises UserError if a function raises it or exceeds a limit.
+    """
+    reads, writes = Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        _render(texts, writes)
+    writes.close()
+    answers: list[dict[str, str]] = []
+    try:
+        with suppress(EOFError, OSError):  # the child ends early if it refuses a text, or exceeds a limit
+            for _ in texts:
+                answers.append(json.loads(reads.recv_bytes(ANSWER_BYTES)))
+    finally:
+        reads.close()
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if answers and "refused" in answers[-1]:
+        raise UserError(answers[-1]["refused"])
+    if len(answers) < len(texts):
+        late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+        raise _refusal(f"takes more than {RENDER_SECONDS:g} s" if late else "ends the process that renders it")
+    return [answer["text"] for answer in answers]
+
+
+def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
+    """Send a JSON message per text, and stop after the first refused text. Runs in the child process and never returns."""
+    try:
+        die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops the child
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        allowed = pages * resource.getpagesize() + RENDER_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (allowed if soft == resource.RLIM_INFINITY else min(soft, allowed), hard))
+        for text in texts:
+            signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+            random.seed(0)  # a template may use random numbers; every command needs the same prompt
+            try:
+                answer = {"text": _render_within_limits(text)}
+            except UserError as error:
+                answer = {"refused": str(error)}
+            writes.send_bytes(json.dumps(answer).encode())
+            if "refused" in answer:
+                break
+    finally:
+        os._exit(0)  # skips the parent's exit handlers
+
+
+def _render_within_limits(text: Callable[[], str]) -> str:
+    try:
+        rendered = text()
+    except MemoryError:
+        raise _refusal(f"takes more than {RENDER_BYTES >> 20:,} MiB of memory") from None
+    except (RecursionError, OverflowError) as error:
+        raise _refusal(f"fails ({type(error).__name__})") from None
+    if len(rendered) > RENDER_CHARACTERS:
+        raise _refusal(f"writes {len(rendered):,} characters, more than {RENDER_CHARACTERS:,}")
+    return rendered
+
+
+def _refusal(problem: str) -> UserError:
+    return UserError(f"model.path: the tokenizer's chat_template {problem}; give the checkpoint another template")

@@ -90,7 +90,7 @@ def tokenizer_directory(info: CheckpointInfo) -> Iterator[Path]:
 
 
 def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
-    from stages.workloads.rendering import rendered
+    from stages.workloads.prompts import rendered
 
     path = info.path
     try:

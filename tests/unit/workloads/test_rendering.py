@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stages.core.errors import UserError
 from stages.core.records import Sample
-from stages.workloads import rendering
+from stages.workloads import prompts
 from stages.workloads.prompts import render_all
 
 SAMPLE = Sample(id="1", workload="custom", reference="", messages=(("user", "Hello"),))
@@ -48,7 +48,7 @@ def test_a_template_that_exceeds_a_limit_or_fails_is_refused(
     template: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "0.3 s" in problem:
-        monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
+        monkeypatch.setattr(prompts, "RENDER_SECONDS", 0.3)
     began, before = time.monotonic(), psutil.Process().children()
     with refused(UserError, "", problem):
         render_all(TemplateTokenizer(template), [SAMPLE])
@@ -65,7 +65,7 @@ def test_samples_are_rendered_in_one_child() -> None:
 
 def test_a_template_that_ends_its_process_is_refused() -> None:
     with refused(UserError, "", "ends the process that renders it"):
-        rendering.rendered([lambda: "sound", lambda: os._exit(3)])
+        prompts.rendered([lambda: "sound", lambda: os._exit(3)])
 
 
 def test_thinking_is_disabled_in_templates_that_support_it() -> None:
