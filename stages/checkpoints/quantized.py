@@ -83,6 +83,7 @@ class Quantized:
     title: str
     """Method and format, for messages."""
     layouts: tuple[Layout, ...]
+    """Layouts of the weights; none if only the cache has scales."""
     inputs: Inputs
     """Rounding of the linear layers' inputs: none, INT8 with a scale per token, or another."""
 
@@ -163,7 +164,7 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
         input_kinds.add("int8_token" if int8 else "other" if activations else "exact")
     title = f"{method} {' and '.join(forms)}" if forms else f"{method}, only cache scales"
     inputs = "other" if len(input_kinds) > 1 else next(iter(input_kinds), "exact")
-    return Quantized(method, title, layouts, inputs)
+    return Quantized(method, title, layouts if forms else (), inputs)
 
 
 def _check(path: Path, where: str, declared: Mapping[str, Any], allowed: Allowed) -> None:

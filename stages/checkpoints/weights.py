@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX, MAX_JSON_BYTES, read_json, refusal
 from stages.checkpoints.loading import expected_tensors
-from stages.checkpoints.quantized import TYPES, Shape
+from stages.checkpoints.quantized import MODELOPT_FILE, TYPES, Shape
 from stages.core.errors import short
 from stages.core.redaction import printable
 
@@ -91,6 +91,9 @@ def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
                 )
             tensors[name] = file, shape
             codes += [name] if dtype not in FLOATS else []
+    if info.quantized is not None and info.quantized.layouts and not codes:
+        declared = f"quantization_config (or {MODELOPT_FILE}) declares weights in the form of {info.quantized.title}"
+        raise refusal(info.path, f"{declared}, but the files hold none; remove it if they are plain, or give quantized ones")
     for name in codes:
         if info.quantized is not None and info.quantized.layout(name.rpartition(".")[0], tensors) is None:
             lacking = f"holds codes without the scales of {info.quantized.title}"

@@ -23,6 +23,16 @@ from bad_input.makers import (
 
 MODEL = ("stage=build", "model.path=model")
 FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+PLAIN = (
+    FP8,
+    {"quant_method": "awq", "bits": 4, "version": "gemm"},
+    {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}},
+    },
+)
+"""Quantization configs that the plain weights contradict."""
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24", "weights": {"num_bits": 4}}}}
 Tensors = dict[str, tuple[int, ...]]
 
@@ -209,7 +219,18 @@ CHECKED_AFTER_LOADING: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 )  # fmt: skip
 """Cases that are detected only after transformers has opened the tokenizer."""
 
+VLLM = ("stage=build", "model.path=model", "backend=vllm", "backend.max_model_len=2048", "kv=fp8_e5m2")
+
 CASES = [
+    *(
+        BadInput(
+            f"model: plain weights declared as {declared['quant_method']}",
+            VLLM,
+            ("quantization_config", "declares weights in the form of", "remove it if they are plain"),
+            with_config(quantization_config=declared),
+        )
+        for declared in PLAIN
+    ),
     *(
         case(name, prepare, *expected, loads_model=name in CHECKED_AGAINST_MODEL)
         for name, prepare, expected in (
