@@ -8,23 +8,16 @@ BAD_VALUES = {
         seed=1e999 seed=${oc.decode: kv=[fp8,int8] kv={name:fp8} kv=../kv/fp8 kv.key=null kv.key.scale=3
         kv.eviction={window_tokens:10} kv.overrides=[{layers:[]}] kv.overrides=[{layers:[0],key:null,value:null}]
         kv.name=UPPER kv.name=int8 +kv._target_=os.system model=null model.path=[a] model.path=pkg://
-        model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=pkg://stages.tiny//etc model.path=https://huggingface.co/x/y
-        calibration.workloads=[poetry] workloads.samples.prose=lots workloads.samples={} workloads.lengths=2048
-        workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0]
-        workloads.context_bins=[512,1024] workloads.load=null workloads.speculation={draft:3} gates.max_mean_kl=nan
-        gates.attempt=99 gates.min_recovery=1.5 gates.max_rounds=1000 gates.allow_scale_changes=[anything] backend={}
-        tracking.enabled=maybe tracking.uri=ftp://host tracking.uri=file:///tmp/mlruns tracking.experiment=
-        tracking.model_name=a/b workdir= workdir=s3://bucket/work
-        hydra.job.chdir=true hydra.callbacks={evil:{_target_:os.system}}
-        hydra.searchpath=[file:///nowhere] hydra/launcher=no_such_launcher experiment=[demo] no_such_key=3
+        model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=pkg://stages.tiny//etc
+        model.path=https://huggingface.co/x/y workloads.samples={} workloads.rounds=[0.5,0.25,1.0]
+        workloads.context_bins=[512,1024] gates.max_mean_kl=nan gates.attempt=99 gates.max_rounds=1000
+        tracking.enabled=maybe tracking.uri=ftp://host tracking.experiment= workdir= workdir=s3://bucket/work
+        hydra.callbacks={evil:{_target_:os.system}} no_such_key=3
     """,
-    "stage=evaluate": """
-        tracking.uri=sqlite:/// tracking.uri=sqlite:///:memory: tracking.uri=http://h:0 tracking.uri=postgresql://
-    """,
-    "-m": "seed=range(0,100000000) seed=choice() kv=fp8,int8,fp8",
+    "stage=evaluate": "tracking.uri=sqlite:///:memory: tracking.uri=http://h:0",
+    "-m": "seed=range(0,100000000) kv=fp8,int8,fp8",
     "stage=capacity": "capacity.gpu_gib=0 capacity.shared_prefix_tokens=99999",
     "backend=tensorrt_rtx": "backend.compute_capabilities=[90]",
-    "backend=trtllm": "backend.serving.enable_block_reuse=3",
 }
 """Preceding arguments -> overrides. Each override is a case of its own, whose message must name the override's key."""
 
@@ -35,7 +28,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("kv=fp8k_int4v kv.value.group_size=33", "kv.value.group_size must be 16, 32, 64 or 128, got 33"),
     ("model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then give model.path=Qwen3-0.6B"),
     ("model.path=pkg://no_such_package/x", "no_such_package", "stages.tiny"),
-    (r"kv.name=\${", "kv.name: must begin with a small letter", r"(got '\\${')"),
     ("tracking.model_name=a/b", "tracking.model_name: must have no / : '", "(got 'a/b')"),
     ("reference.device=gpu", "reference.device=gpu: no such option; choose one of auto, cpu, cuda"),
     ("experiment=null seed=1", "experiment=null: no such option; choose one of demo"),
@@ -61,7 +53,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("gates.max_mean_k=0.1", "gates.max_mean_k", "did you mean max_mean_kl?"),
     ("workloads=mine.jsonl", "workloads=mine.jsonl: no such option; write workloads=jsonl workloads.jsonl=mine.jsonl"),
     ("bundle=engine", "bundle=engine: only stage=verify reads it"),
-    ("nonsense",),
     ("kv=int8 seed=1 kv=fp8", "kv=fp8: contradicts kv=int8; keep one of them"),
     ("-m kv=int8 dry=true,false", "dry=true,false: the jobs of a sweep share it; give one value"),
     ("~gates.max_mean_kl", "~gates.max_mean_kl: a key cannot be removed"),
@@ -90,7 +81,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
         "capacity.contexts: got 40,000 tokens, 7,232 too many (the model was made for 32,768 tokens)",
     ),
     ("stage=verify", "bundle: stage=verify needs bundle=; give one"),
-    ("stage=promote dry=true", "stage=promote: no candidates of model tiny"),
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
     ("stage=capacity capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
     ("backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "ONNX Runtime", "backend=tensorrt_rtx"),

@@ -8,7 +8,6 @@ import ctypes
 import json
 import os
 import resource
-import select
 import signal
 import sys
 import tempfile
@@ -102,20 +101,17 @@ def run_child(case: BadInput, directory: Path, scratch: Path, *, limited: bool) 
 def run_in_fork(case: BadInput, directory: Path, seconds: float = 60, *, limited: bool = True) -> CommandResult:
     """Run a case's command in a directory, in a fork of this process. A hanging command is stopped after `seconds`."""
     with tempfile.TemporaryDirectory() as scratch:
-        pid = os.fork()
-        if pid == 0:
-            run_child(case, directory, Path(scratch), limited=limited)
-        handle = os.pidfd_open(pid)
-        ended, _, _ = select.select([handle], [], [], seconds)
-        if not ended:
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-        os.close(handle)
+        child = get_context("fork").Process(
+            target=run_child, args=(case, directory, Path(scratch)), kwargs={"limited": limited}
+        )
+        child.start()
+        child.join(seconds)
+        code = child.exitcode
+        child.kill()
+        child.join()
         texts = [Path(scratch, name) for name in ("stdout", "stderr", "modules")]
         stdout, stderr, modules = (path.read_text(errors="replace") if path.exists() else "" for path in texts)
-        return CommandResult(
-            os.waitstatus_to_exitcode(status) if ended else None, stdout, stderr, tuple(json.loads(modules or "[]"))
-        )
+        return CommandResult(code, stdout, stderr, tuple(json.loads(modules or "[]")))
 
 
 def load_light() -> None:

@@ -33,7 +33,6 @@ PLAIN = (
     },
 )
 """Quantization configs that the plain weights contradict."""
-COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24", "weights": {"num_bits": 4}}}}
 Tensors = dict[str, tuple[int, ...]]
 
 
@@ -52,10 +51,8 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("another length under another name", {"n_positions": 1024}, ("n_positions=1024 is below max_position_embeddings=2048",)),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "images")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
-    ("unknown architecture", {"architectures": ["EvilForCausalLM"]}, ("EvilForCausalLM", "LlamaForCausalLM")),
-    ("architecture with terminal escape codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported",)),
+    ("architecture with terminal escape codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported", "LlamaForCausalLM")),
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
-    ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary larger than the weights'", {"vocab_size": 1345}, ("embed_tokens", "1345")),
     ("quantized, under an older key", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
@@ -64,9 +61,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 UNREAD_KEYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("attention parallel to the MLP", {"parallel_attn": True}, ("parallel_attn=True", "llama", "remove it")),
     ("a misspelt key", {"tie_word_embeddings": ..., "tie_word_embedings": True}, ("tie_word_embedings", "rename")),
-    ("the epsilon under another name", {"rms_norm_eps": ..., "eps": 1e-5}, ("eps", "write it as rms_norm_eps")),
 )
 """Cases that are detected only after transformers has built the model, because the class decides which keys are read."""
 
@@ -78,7 +73,6 @@ ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
-    ("true as a frequency factor", {"rope_scaling": LLAMA3 | {"low_freq_factor": True}}, ("low_freq_factor", "number", "True")),
     ("true as YaRN's beta", {"rope_scaling": YARN | {"beta_fast": True}}, ("rope_scaling.beta_fast", "number", "True")),
     ("half a position", {"rope_scaling": YARN | {ORIGINAL: 64.5}}, (f"rope_scaling.{ORIGINAL}", "whole number", "64.5")),
     ("YaRN's betas without a range", {"rope_scaling": YARN | {"beta_fast": 0.5}}, ("below beta_fast, got 1 and 0.5",)),
@@ -95,7 +89,6 @@ def put(name: str, shape: tuple[int, ...]) -> Callable[[Tensors], object]:
 
 
 NORM, UP, EMBED = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
-FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 FILE = "model.safetensors"
 
 
@@ -107,11 +100,8 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
     ("a tensor missing", with_weights(drop(NORM)), (NORM, "missing")),
     ("a tensor too many", with_weights(put("model.layers.0.self_attn.q_proj.bias", (128,))), ("q_proj.bias", "not part of")),
-    ("rotary frequencies of another model", with_weights(put(FREQUENCIES, (32,))), (FREQUENCIES, "rope_theta")),
-    ("a tensor transposed", with_weights(put(UP, (16, 32))), (UP, "[16, 32]", "[32, 16]")),
     ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
     ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
-    ("NaN in the last weight", with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), (FILE, NORM, "NaN")),
     ("weights are a pipe", with_replaced(FILE, os.mkfifo), (FILE,)),
     ("an unknown format in ModelOpt's file", with_file("hf_quant_config.json", '{"quantization": {"quant_algo": "NVFP4"}}'),
      ("hf_quant_config.json: quantization.quant_algo='NVFP4'",)),
@@ -122,11 +112,6 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-def link_out(path: Path) -> None:
-    (path.parent.parent / "other").write_text(json.dumps(CONFIG))
-    path.symlink_to("../other")
-
-
 CONFIG_JSON = "config.json"
 JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("missing", with_replaced(CONFIG_JSON, lambda _: None), ("missing",)),
@@ -135,7 +120,6 @@ JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("not UTF-8", with_file(CONFIG_JSON, b"\xff\xfe{}"), ("not UTF-8",)),
     ("a directory", with_replaced(CONFIG_JSON, lambda path: path.mkdir()), ("directory",)),
     ("a pipe", with_replaced(CONFIG_JSON, os.mkfifo), ("pipe",)),
-    ("a link out of the directory", with_replaced(CONFIG_JSON, link_out), ("leaves the directory",)),
     ("of 10 GB", with_replaced(CONFIG_JSON, sparse_file(10 << 30)), ("10,737,418,240 bytes",)),
 )  # fmt: skip
 
@@ -156,7 +140,6 @@ SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 TOKENIZER = "tokenizer.json"
 EVIL = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
 TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-    ("no tokenizer", with_replaced(TOKENIZER, lambda _: None), ("no tokenizer",)),
     ("a token beyond the model", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
     ("merges with dropout", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
@@ -171,10 +154,7 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 POINTED = ("config.json", TOKENIZER, "vocab.json", "merges.txt", "chat_template.jinja", FILE)
 POINTERS = tuple((f"a Git LFS pointer as {name}", with_file(name, LFS), (name, "git lfs pull")) for name in POINTED)
 
-CHECKED_AGAINST_MODEL = (
-    "a vocabulary larger than the weights'", "a tensor missing", "a tensor too many", "a tensor transposed",
-    "rotary frequencies of another model",
-)  # fmt: skip
+CHECKED_AGAINST_MODEL = ("a vocabulary larger than the weights'", "a tensor missing", "a tensor too many")
 """Cases that are detected only after transformers has built the model on the meta device."""
 
 
@@ -195,25 +175,20 @@ def with_image_token(directory: Path) -> None:
     path.write_text(json.dumps(old | {"added_tokens": [*old["added_tokens"], image]}))
 
 
-CANNOT = "its tokenizer cannot be loaded"
 CHECKED_AFTER_LOADING: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("chat_template that is no template", tokenizer_config_with(chat_template="{% for"), ("chat_template",)),
-    ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer", "correct tokenizer.json")),
-    ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
-     ("chat_template refuses a greeting", "no")),
+    ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}),
+     ("its tokenizer cannot be loaded", "Normalizer", "correct tokenizer.json")),
     ("a template that leaves the question out", tokenizer_config_with(chat_template="Hello"), ("chat_template drops",)),
     ("a token that takes adjacent spaces", tokenizer_config_with(added_tokens_decoder={
         "3": {"content": "<|user|>", "lstrip": True, "rstrip": True, "special": True}}),
      ("differently", "added_tokens_decoder")),
-    ("an extra special token", tokenizer_config_with(extra_special_tokens={"image_token": "<image>"}),
-     ("<image>", "differently")),
-    ("an eos_token that is no token", tokenizer_config_with(eos_token="<nope>"), ("<nope>", "differently")),
     ("a chat_template with a token beyond the model", with_image_token, ("makes token 1344",)),
     ("no decoder", tokenizer_with(decoder=None), ("decodes the tokens of '9 of 10' as",)),
     ("no eos_token", tokenizer_config_with(eos_token=None), ("no eos_token",)),
     ("a post-processor with a missing token", tokenizer_with(post_processor={
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
-        "special_tokens": {}}), (CANNOT,)),
+        "special_tokens": {}}), ("its tokenizer cannot be loaded",)),
     ("a tokenizer that deletes everything",
      tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("encodes different texts",)),
 )  # fmt: skip
