@@ -1,17 +1,15 @@
-"""lm-eval on engine bundles. Log-likelihoods equal transformers' with an exact cache, and differ with a quantized cache."""
+"""lm-eval on engine bundles. Scores and answers equal those of lm-eval's own model of transformers if the cache is exact."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from helpers.engines.random_llama import load_model, make_bundle, make_decoder
+from helpers.engines.random_llama import make_bundle, make_decoder
 from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
@@ -22,9 +20,9 @@ from stages.policies.policy import FP16_POLICY
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[lm-eval]'")
 
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
 from pipeline.lm_eval.model import KvgateLM
-from stages.evaluate.distances.distance import log_softmax
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 0.03
@@ -55,15 +53,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def logits_after(tiny_checkpoint: Path) -> Callable[[list[int]], Any]:
-    """A function that returns transformers' logits after every token of a text, (tokens, vocab_size)."""
-    model: Any = load_model(tiny_checkpoint)
-
-    def logits(tokens: list[int]) -> Any:
-        with torch.inference_mode():
-            return model(torch.tensor([tokens])).logits[0].numpy()
-
-    return logits
+def theirs(tiny_checkpoint: Path) -> Any:
+    """lm-eval's own model of the checkpoint. It computes in float32 without a cache."""
+    return HFLM(str(tiny_checkpoint), device="cpu", dtype="float32", add_bos_token=True, max_length=2048)
 
 
 def open_lm(bundle: Path, **options: Any) -> KvgateLM:
@@ -74,33 +66,16 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance(request_type=kind, doc={}, arguments=item, idx=i) for i, item in enumerate(arguments)]
 
 
-def score(model: KvgateLM, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+def score(model: Any, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
     return list(model.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True))
 
 
-def tokens_of(model: KvgateLM, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Split a text as lm-eval does: spaces before the boundary belong to the continuation."""
-    if not context:
-        return [model.prefix_token_id], model.tok_encode(continuation, add_special_tokens=False)
-    before = model.tok_encode(context.rstrip())
-    return before, model.tok_encode(context + continuation)[len(before) :]
-
-
-def expected(logits_after: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    logp = log_softmax(logits_after(context + continuation[:-1]))[len(context) - 1 :]
-    total = sum(row[token] for row, token in zip(logp, continuation, strict=True))
-    return float(total), logp.argmax(axis=1).tolist() == continuation
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_scores_equal_transformers_only_with_an_exact_cache(
-    batch_size: int, bundles: dict[str, Path], logits_after: Any
-) -> None:
+def test_scores_equal_lm_evals_own_only_with_an_exact_cache(batch_size: int, bundles: dict[str, Path], theirs: Any) -> None:
     model = open_lm(bundles["fp16"], batch_size=batch_size)
-    (greedy,) = model.engine.generate([tokens_of(model, *PAIRS[0])[0]], 3, ())
-    pairs = [*PAIRS, (PAIRS[0][0], model.tokenizer.decode(greedy))]
-    scores = score(model, pairs)
-    exact = [expected(logits_after, *tokens_of(model, *pair)) for pair in pairs]
+    (greedy,) = model.generate_until(requests("generate_until", (PAIRS[0][0], {"max_gen_toks": 3})), disable_tqdm=True)
+    pairs = [*PAIRS, (PAIRS[0][0], greedy)]
+    scores, exact = score(model, pairs), score(theirs, pairs)
     np.testing.assert_allclose([total for total, _ in scores], [total for total, _ in exact], atol=ROUNDING)
     assert [is_greedy for _, is_greedy in scores] == [is_greedy for _, is_greedy in exact]
     assert {is_greedy for _, is_greedy in scores} == {True, False}
@@ -110,47 +85,34 @@ def test_scores_equal_transformers_only_with_an_exact_cache(
     assert differences.max() > 10 * ROUNDING, "only decode steps read the quantized cache"
 
 
-def test_a_long_context_loses_its_oldest_tokens(bundles: dict[str, Path], logits_after: Any) -> None:
+def test_a_long_context_loses_its_oldest_tokens(bundles: dict[str, Path], theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs, "_max_length", 24)
+    pair = (PAIRS[1][0] * 4, PAIRS[1][1])
     model = open_lm(bundles["fp16"], max_length=24)
-    context, continuation = tokens_of(model, PAIRS[1][0] * 4, PAIRS[1][1])
-    assert len(context) > 24 > len(continuation)
-    ((total, _),) = score(model, [(PAIRS[1][0] * 4, PAIRS[1][1])])
-    latest = context[len(continuation) - 1 - 24 :]
-    assert len(latest) + len(continuation) - 1 == 24
-    assert total == pytest.approx(expected(logits_after, latest, continuation)[0], abs=ROUNDING)
+    assert len(model.tok_encode(pair[0])) > 24
+    assert score(model, [pair])[0][0] == pytest.approx(score(theirs, [pair])[0][0], abs=ROUNDING)
     with pytest.raises(UserError, match="max_length=2: a continuation is longer"):
         score(open_lm(bundles["fp16"], max_length=2), [PAIRS[1]])
 
 
-def test_a_rolling_score_counts_every_token_once(bundles: dict[str, Path], logits_after: Any) -> None:
+def test_a_rolling_score_counts_every_token_once(
+    bundles: dict[str, Path], theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows have 8 tokens. The first follows the prefix token, later ones a token of the text; the last has more context."""
+    monkeypatch.setattr(theirs, "_max_length", 8)
+    texts = requests(
+        "loglikelihood_rolling", ("Once there was a lighthouse keeper who read letters from Bergen and from Tartu.",), ("Once",)
+    )
     model = open_lm(bundles["fp16"], max_length=8, batch_size=2)
-    text = "Once there was a lighthouse keeper who read letters from Bergen and from Tartu."
-    ids = model.tok_encode(text)
-    windows = [([model.prefix_token_id], ids[:8])]
-    for first in range(8, len(ids), 8):
-        part = ids[first : first + 8]
-        windows.append((ids[first + len(part) - 9 : first], part))
-    assert len(windows) > 2
-    assert len(windows[-1][0]) > 1
-    exact = sum(expected(logits_after, *window)[0] for window in windows)
-    short = "Once"
-    scores = model.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), (short,)), disable_tqdm=True)
-    assert scores[0] == pytest.approx(exact, abs=ROUNDING)
-    assert scores[1] == pytest.approx(expected(logits_after, [model.prefix_token_id], model.tok_encode(short))[0], abs=ROUNDING)
+    ours = model.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert ours == pytest.approx(theirs.loglikelihood_rolling(texts, disable_tqdm=True), abs=ROUNDING)
 
 
-def greedy_text(model: KvgateLM, logits_after: Any, prompt: str, limit: int) -> str:
-    ids = model.tok_encode(prompt)
-    while len(ids) < len(model.tok_encode(prompt)) + limit and model.eot_token_id not in ids:
-        ids = [*ids, int(logits_after(ids)[-1].argmax())]
-    return str(model.tokenizer.decode(ids[len(model.tok_encode(prompt)) :], skip_special_tokens=True))
-
-
-def test_answers_end_before_a_stop_string_or_at_their_limit(bundles: dict[str, Path], logits_after: Any) -> None:
+def test_answers_end_before_a_stop_string_or_at_their_limit(bundles: dict[str, Path], theirs: Any) -> None:
     prompt, other = "Once there was a lighthouse keeper who", "The record of"
     model = open_lm(bundles["fp16"], batch_size=3)
-    full, second = (greedy_text(model, logits_after, text, 24) for text in (prompt, other))
+    free = requests("generate_until", *((text, {"until": [], "max_gen_toks": 24}) for text in (prompt, other)))
+    full, second = theirs.generate_until(free, disable_tqdm=True)
     stop = full[len(full) // 2 :][:4]
     questions = [
         (prompt, {"until": [], "max_gen_toks": 24}),
