@@ -140,13 +140,16 @@ def checked(module: str, name: str, fake: Callable[..., Any]) -> Callable[..., A
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the real stages by the fakes. Calls of functions must fit the real signatures; classes are unchecked."""
 
+    modules = dict[str, SimpleNamespace]()
+
     def fake(module: str, **fakes: Any) -> None:
         functions = {name: checked(module, name, value) if name.islower() else value for name, value in fakes.items()}
-        monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))
+        modules[f"stages.{module}"] = SimpleNamespace(**functions)
 
     fake("quantize.calibration", calibration_texts=calibration_texts)
     fake("quantize.run", quantize_weights=quantize_weights, measure_cache=measure_cache, scale_cache=scale_cache)
-    fake("quantize.export", export=lambda out: (out / "export.json").write_text("{}"))
+    # The real module imports ModelOpt, which takes seconds, so its signature is not checked.
+    modules["stages.quantize.export"] = SimpleNamespace(export=lambda *paths, **_: (paths[-1] / "export.json").write_text("{}"))
     monkeypatch.setattr(engine_steps, "run_in_child", lambda function, *paths, **options: function(*paths, **options))
     # The fakes leave no models to collect, and each collection scans every imported module.
     monkeypatch.setattr(engine_steps, "collect_memory", lambda: None)
@@ -179,7 +182,9 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_round=lambda directory: json.loads((directory / "round.json").read_text())["policy"],
     )
     fake("evaluate.joining", join=join)
+    for name, module in modules.items():  # after all real modules were imported, which import each other
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("stages.report.page.draw_charts", lambda _: {})  # would start a process that imports Vega
-    for module in (engine_steps, inputs):
-        monkeypatch.setattr(module, "open_backend", FakeBackend)
+    for chain_module in (engine_steps, inputs):
+        monkeypatch.setattr(chain_module, "open_backend", FakeBackend)
     monkeypatch.setattr(verdict_steps, "TorchBackend", FakeBackend)
