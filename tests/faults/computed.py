@@ -92,10 +92,6 @@ def mutant(name: str, models: str, before: str, after: str) -> Fault:
 position, turn, reference = (partial(Fault, kind) for kind in ("positions", "turns", "reference"))
 
 FAULTS = [
-    position("rope_beyond_1024", "a rotation table of 1,024 rows", given("position_ids", lambda x, _: np.minimum(x, 1023))
-             + given("position_ids", lambda x, _: np.minimum(x, 1023), mode="prefill")),
-    position("after_192_decoded", "nothing is stored once a sequence has decoded 192 tokens",
-             write("key value", zero, lambda s: (s.mode == "decode") & (s.decoded >= 192)[:, None])),
     position("after_330_decoded", "nothing is stored from the 330th decoded token on",
              write("key value", zero, lambda s: (s.mode == "decode") & (s.decoded >= 330)[:, None])),
     position("ring_never_wraps", "tokens that come round the ring stay in its last slot",

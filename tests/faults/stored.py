@@ -110,7 +110,6 @@ FAULTS = [
     code("subnormals_flushed", "FP8 subnormals become zero",
          write("key value", lambda x, _: np.where((x & 0x7F) < 0x08, 0, x))),
     eviction("evicted_page_early", "a page is evicted one page too early", evicts_later(-PAGE_TOKENS)),
-    eviction("evicted_page_late", "a page is evicted one page too late", evicts_later(PAGE_TOKENS)),
     eviction("evicted_under_a_fork", "an evicted page is reused while a fork still reads it", freed_for_all),
     eviction("evicted_never_freed", "evicted pages are not read and never freed", never_freed),
     eviction("turn_beyond_the_window", "tokens of a long turn that leave the window at once get no INT4 values",

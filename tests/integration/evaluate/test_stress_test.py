@@ -140,8 +140,6 @@ def logits_of_another_leak(engine: Any) -> None:
 
 UNREACHED_BY_SAMPLES = [
     ("prompt_logits_one_off", WIDE, "batch", "of a batch of 20"),
-    ("prompt_rows_reversed", WIDE, "batch", "of a batch of 20"),
-    ("generate_long_prompts", FAR, "", "generate: 0 tokens instead of"),
     ("generate_other_callers", WIDE, "batch", "generate: token 1 of the answer"),
     ("logits_of_last_prompt", WIDE, "batch", "(a prompt that joins)"),
     ("rows_above_16_beyond_192", FAR, "", "(page offset 63, row 16 of a batch of 18), layer 0"),
