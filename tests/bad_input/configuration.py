@@ -1,6 +1,6 @@
 """Bad keys and values on the command line."""
 
-from bad_input.case import BadInput
+from bad_input.forks import BadInput
 from bad_input.makers import text_file
 
 BAD_VALUES = {

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from bad_input.case import ROOT
+from bad_input.forks import ROOT
 
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
 

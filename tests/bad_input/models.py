@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bad_input.case import BadInput
+from bad_input.forks import BadInput
 from bad_input.makers import (
     CONFIG,
     LFS,

@@ -10,8 +10,7 @@ import pytest
 from helpers.stride import STRIDE
 
 from bad_input import configuration, models, work
-from bad_input.case import BadInput, contents
-from bad_input.forks import Commands
+from bad_input.forks import BadInput, Commands, contents
 
 CASES = [*configuration.CASES, *models.CASES, *work.CASES]
 FIXES = re.compile(

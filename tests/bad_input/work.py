@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from bad_input.case import BadInput
+from bad_input.forks import BadInput
 from bad_input.makers import LFS, Prepare, checkpoint, sparse_file, text_file, with_config, with_file, with_path
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input.case import BadInput
-from bad_input.forks import run_in_fork
+from bad_input.forks import BadInput, run_in_fork
 
 from helpers.stride import STRIDE
 

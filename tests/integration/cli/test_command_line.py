@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bad_input.case import BadInput, CommandResult
-from bad_input.forks import Commands
+from bad_input.forks import BadInput, CommandResult, Commands
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 

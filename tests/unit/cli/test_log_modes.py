@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_input.case import BadInput, CommandResult
-from bad_input.forks import Commands
+from bad_input.forks import BadInput, CommandResult, Commands
 
 ROOT = Path(__file__).resolve().parents[3]
 
