@@ -1,4 +1,4 @@
-"""More commands on the tiny model: Ctrl-C, backend=torch, a fake TensorRT-LLM, and the example workflow."""
+"""More commands on the tiny model: Ctrl-C, backend=torch, a fake TensorRT-LLM, full streams, the workflow, and the notebook."""
 
 import json
 import os
@@ -8,17 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
 import yaml
+from helpers.checkpoints.planted_code import plant_code
 from helpers.commands.jobs import SHORT, configured, run_job
 from helpers.commands.tiny_model import FEW, Swept, pipeline, summary
 from helpers.engines.interpreters import make_interpreter
 from helpers.verdicts.reports import lines
+from nbclient import NotebookClient
 
 from pipeline.registry.summary import load as load_summary
 from stages.core.errors import GateRefusal
 from stages.verdict.report import load_report
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_an_interrupted_evaluation_keeps_its_results_and_resumes(swept: Swept, tmp_path: Path) -> None:
@@ -98,7 +104,6 @@ def test_allowed_scale_changes_let_an_engine_be_judged(tmp_path: Path, capsys: p
     assert "a promotion will refuse the engine, since the samples have at most" in " ".join(capsys.readouterr().out.split())
 
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FEWEST = (
     "workloads.stress_test={max_tokens:128,decode_steps:8,offset_steps:1,max_batch:2,requests:2} calibration.samples=1 "
@@ -161,3 +166,55 @@ def test_the_workflow_judges_promotes_and_serves_the_model(tmp_path: Path) -> No
     shell("kvgate stage=verify bundle=champion")
     program = 'from pipeline.api import load; print(load("champion").generate("Copy: 04 Bergen 14 Tartu"))'
     assert shell(f"python -c '{program}'").strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "redirection"),
+    [
+        *(("stage=capacity", 0, redirection) for redirection in (">&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full")),
+        ("stage=capacity log=json", 0, "2>/dev/full"),
+        ("stage=nothing", 2, "2>&-"),
+    ],
+)
+def test_closed_or_full_streams_do_not_change_the_exit_code(
+    redirection: str, arguments: str, code: int, tmp_path: Path
+) -> None:
+    command = f"{sys.executable} -m pipeline {arguments} workdir={tmp_path}/work {redirection}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_code_in_the_model_directory_does_not_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
+    plant_code(checkpoint, marker)
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable, "-m", "pipeline", "stage=build", "backend=torch", "backend.device=cpu", "kv=fp8", "tracking=none",
+        f"model.path={checkpoint}", f"workdir={tmp_path / 'work'}", "calibration.samples=2",
+    ]  # fmt: skip
+    process = subprocess.run(command, check=False, capture_output=True, text=True, cwd=checkpoint, timeout=300, env=environment)
+    assert not marker.exists(), marker.read_text()
+    assert process.returncode == 0, process.stderr
+    assert not list((tmp_path / "cache").rglob("*.py"))
+
+
+NOTEBOOK = ROOT / "examples" / "kvgate.ipynb"
+
+
+def test_the_notebook_runs_and_shows_its_stored_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    read: Any = nbformat.read  # untyped
+    notebook = read(NOTEBOOK, as_version=4)
+    stored = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert len(stored) == 6, "the notebook is stored with its outputs"
+    assert str(ROOT) not in str(stored)
+    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "execute_result", "display_data"}
+    results = [output.data["text/plain"] for output in outputs if "data" in output]
+    assert [verdict in text for verdict, text in zip(("INCONCLUSIVE", "FAIL", "int8"), results, strict=True)] == [True] * 3
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "04 Bergen 14 Tartu" in printed
+    assert "became" in printed
+    assert (tmp_path / "work" / "junit.xml").is_file()

@@ -128,7 +128,7 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
 
 
 def test_code_in_a_model_directory_does_not_run(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """tests/long/test_closed_streams.py tests the same with a whole command started in the directory."""
+    """tests/long/test_commands.py tests the same with a whole command started in the directory."""
     checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
     plant_code(checkpoint, marker)
     load_tokenizer(checkpoint)

@@ -1,20 +1,22 @@
-"""All settings that kvgate gives TensorRT-LLM and all names that it reads are in the facts recorded from its sources.
+"""All settings that kvgate gives TensorRT-LLM and vLLM, and all names that it reads, are facts recorded from their sources.
 
-The fake, on which test_interpreters.py runs the worker, refuses calls with other arguments.
+The fake TensorRT-LLM, on which test_interpreters.py runs the worker, refuses calls with other arguments.
 """
 
 import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.engines.interpreter_bundles import config_of
 from helpers.engines.trtllm_exports import ALGORITHMS as CACHES
+from helpers.engines.vllm_facts import FACTS_FILE, engine_arguments
 from helpers.policies.shipped import SHIPPED, conf
 
 from stages.core.errors import UserError
@@ -23,6 +25,8 @@ from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.backend import PROGRAM, refuse_integers
 from stages.engines.trtllm.config import Serving, TrtllmConfig
+from stages.engines.vllm.backend import PROGRAM as VLLM
+from stages.engines.vllm.backend import cache_dtype
 from stages.quantize.validate import ALGORITHMS
 
 FACTS = Path(__file__).resolve().parent / "facts"
@@ -128,3 +132,22 @@ def test_named_tensors_and_algorithms_exist_in_tensorrt_llm() -> None:
         assert any(name.endswith(weight) for name in names), ending
     for algorithms in (ALGORITHMS.values(), settings.FP8_ATTENTION_WEIGHTS):
         assert set(algorithms) <= set(ENGINE["quantization"]["quant_algo"])
+
+
+VLLM_FACTS: dict[str, dict[str, Any]] = json.loads(FACTS_FILE.read_text(encoding="utf-8"))
+
+
+def test_every_checked_release_has_our_arguments() -> None:
+    assert {release.rpartition(".")[0] for release in VLLM_FACTS} == set(VLLM.checked_releases)
+    for facts in VLLM_FACTS.values():
+        assert engine_arguments() == set(facts["EngineArgs"])
+
+
+def test_every_checked_release_has_the_types_of_the_policies() -> None:
+    config, types = config_of("vllm", "python3", dtype="bfloat16"), []
+    for policy in SHIPPED.values():
+        with suppress(UserError):
+            types.append(cache_dtype(policy, config))
+    assert len(types) > 5
+    for facts in VLLM_FACTS.values():
+        assert set(types) <= set(facts["CacheDType"])
