@@ -1,1 +1,1 @@
-"""Stores, evidence, candidates and registries."""
+"""Evidence, candidates and registries."""
