@@ -200,8 +200,9 @@ def commands() -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> "Swept":  # noqa: ARG001
+def swept(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, quick_stores: None) -> "Swept":  # noqa: ARG001
     """The work directory after a sweep over a sound and a broken cache, and the finished process."""
     from helpers.commands.tiny_model import sweep
+    from helpers.engines.random_llama import tiny_decoder
 
-    return sweep(tmp_path_factory.mktemp("main") / "work")
+    return sweep(tmp_path_factory.mktemp("main") / "work", tiny_decoder(tmp_path_factory, tiny_checkpoint))

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,24 +47,31 @@ def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
     )
 
 
-def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None) -> Ended:
+def command(
+    arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None, decoder: Path | None = None
+) -> Ended:
     """Run `python -m pipeline` in a fork of the test process, where imports that take seconds are already done.
 
-    Steps that need a child process run in the fork itself. `pipeline` starts the real child processes.
+    Steps that need a child process run in the fork itself, and the export copies `decoder`, an earlier export, if it is given.
+    `pipeline` starts the real child processes.
     """
     for module in HEAVY:
         import_module(module)
     case = BadInput("", tuple(arguments), (), runs_stage=True, environment=environment or {})
     with pytest.MonkeyPatch.context() as patch:
         for module in ("pipeline.chain.engine_steps", "stages.engines.onnx.backend"):
-            patch.setattr(f"{module}.run_in_child", _in_this_process)
+            patch.setattr(f"{module}.run_in_child", partial(_in_this_process, decoder))
         result = run_in_fork(case, cwd, seconds=MAX_SECONDS, limited=False)
     assert result.code is not None, "the command hangs"
     return subprocess.CompletedProcess(arguments, result.code, result.stdout, result.stderr)
 
 
-def _in_this_process(function: Callable[..., None], *paths: Path, **options: Any) -> None:
-    function(*paths, **options)
+def _in_this_process(decoder: Path | None, function: Callable[..., None], *paths: Path, **options: Any) -> None:
+    if function.__name__ == "export_decoder" and decoder is not None:
+        assert options["compute_dtype"] == "float32"
+        shutil.copytree(decoder, paths[-1], dirs_exist_ok=True)
+    else:
+        function(*paths, **options)
 
 
 def summary(work: Path) -> dict[str, Any]:
@@ -70,12 +79,13 @@ def summary(work: Path) -> dict[str, Any]:
     return loaded
 
 
-def sweep(work: Path) -> Swept:
+def sweep(work: Path, decoder: Path | None = None) -> Swept:
     """Sweep into a work directory; return the directory and the finished process.
 
     `make test-long` sweeps in a new process: earlier tests may have started torch's threads, which do not survive a fork.
     """
     arguments = ["-m", "kv=fp8,int4_tensor"]
-    result = pipeline(work, *arguments) if STRIDE == 1 else command([f"workdir={work}", *FEW, *arguments], work.parent, SECRETS)
+    forked = partial(command, [f"workdir={work}", *FEW, *arguments], work.parent, SECRETS, decoder)
+    result = pipeline(work, *arguments) if STRIDE == 1 else forked()
     assert result.returncode == 0, result.stderr
     return work, result

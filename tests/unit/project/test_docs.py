@@ -169,16 +169,16 @@ def plan_command(command: str, substitutions: dict[str, str]) -> Plan:
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("number", "command"), list(enumerate(commands())))
+@pytest.mark.parametrize("command", commands())
 def test_every_command_is_valid_and_ends_a_dry_run_as_documented(
-    number: int, command: str, substitutions: dict[str, str], capsys: pytest.CaptureFixture[str]
+    command: str, substitutions: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands that need results of earlier commands are refused in an empty directory; tests/integration/cli runs them.
 
-    `make test` reads all commands and runs each STRIDE-th.
+    `make test` only reads the commands.
     """
     jobs = plan_command(command, substitutions)
-    if number % STRIDE:
+    if STRIDE > 1:
         return
     job = jobs.jobs[0]
     expected = {2} if job.stage in NEED_RESULTS or REFUSED in command else {0}
