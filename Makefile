@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-long test-ray test-tensorrt-bindings real gemma3 vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean clean-work
+.PHONY: help demo test test-long test-ray test-tensorrt-bindings real gemma3 vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check ruff mypy pytest clean clean-work
 
 help:
 	@echo 'make demo       judge five KV caches of a tiny model, build TensorRT plans, promote the best (5 minutes)'
@@ -78,7 +78,11 @@ real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(GEMMA3)) $(BACKEND)
 	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(BACKEND),$(OF_BACKEND),$(if $(KV),kv=$(KV)))
 	$(BIN)/python -m pipeline model=$(MODEL) workdir=work/$(MODEL) stage=promote
 
-test: check
+# mypy runs together with the tests, because without its cache it takes a minute on one core.
+test: ruff
+	$(MAKE) --no-print-directory --jobs 2 mypy pytest
+
+pytest: $(VENV)/for-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Tests that take minutes: thousands of requests to one engine, faults at every write, injected faults, simulated verdicts, many
@@ -221,9 +225,13 @@ $(DOCS)/ready: requirements/docs.lock
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/docs.lock
 	touch $@
 
-check: $(VENV)/for-test
+check: ruff mypy
+
+ruff: $(VENV)/for-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: $(VENV)/for-test
 	$(BIN)/mypy
 
 # work/ stays, because it has the registry, the evidence and the engines. `make clean-work` removes it after a question.
