@@ -55,7 +55,7 @@ def measure_once(
         baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
             stress test, must-fail control or full-pool test, because it is never served.
         planned: The samples of all rounds. The verdict covers the length of the longest.
-        serves: Whether the engine may still be served. If not, it gets no stress test and no full pool.
+        serves: Whether the engine may still be served: it needs a stress test and a full pool.
     """
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)

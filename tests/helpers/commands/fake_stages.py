@@ -177,7 +177,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(
         "evaluate.decoding.stored",
         write_tests=lambda tests, out: (out / "tests.json").write_text(tests),
-        read_tests=lambda _: None,
+        read_tests=lambda: None,
         refuse_weak=lambda: None,
         read_round=lambda directory: json.loads((directory / "round.json").read_text())["policy"],
     )
