@@ -18,7 +18,6 @@ from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, first_refusal, read_evidence, with_questions
 from pipeline.evidence.verify import replay
 from pipeline.registry import routing, summary
-from pipeline.registry.monitors import read_snapshot
 from pipeline.store.store import used
 from stages.core.errors import GateRefusal, UserError
 from stages.core.files import store_of
@@ -218,5 +217,5 @@ ACTIONS: dict[Stage, Callable[[Run], None]] = {
 
 CHECKS: dict[Stage, Callable[[Config], object]] = {
     "verify": lambda config: bundle_directory(str(config.bundle)),
-    "monitor": lambda config: read_snapshot(config.monitor),
+    "monitor": lambda config: routing.read_snapshot(config.monitor),
 }

@@ -16,7 +16,7 @@ from bad_input.makers import CONFIG, checkpoint, safetensors, shapes
 from pipeline.config.config import MonitorConfig
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
-from pipeline.registry.monitors import read_snapshot
+from pipeline.registry.routing import read_snapshot
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.weights import check_weights
