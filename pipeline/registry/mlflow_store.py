@@ -25,8 +25,7 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunDa
 from mlflow.exceptions import MlflowException
 
 from pipeline.registry import run_content
-from pipeline.registry.store_errors import check_reachable, store_errors
-from pipeline.registry.store_files import check_files, follow_move
+from pipeline.registry.store_errors import check_files, check_reachable, follow_move, store_errors
 from pipeline.registry.tracking import CHAMPION, IDENTITY_TAG, LEFT, Location, LostFiles, RegisteredModel, Version
 from pipeline.store.locks import locked
 from stages.core.errors import UserError

@@ -12,7 +12,7 @@ from pipeline.config.compose import plan
 from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.store_files import path_of
+from pipeline.registry.store_errors import path_of
 from pipeline.registry.tracking import locate
 from pipeline.store.store import PARTIAL
 from stages.core.errors import GateRefusal, MissingRequirement

@@ -15,7 +15,7 @@ from pipeline.chain.job_run import open_store
 from pipeline.config.config import Tracking
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.run_content import COLOURS
-from pipeline.registry.store_files import path_of
+from pipeline.registry.store_errors import path_of
 from pipeline.registry.tracking import Version, locate
 from stages.core.digest import files_digest, tree_files
 from stages.core.errors import UserError
