@@ -65,9 +65,6 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
         findings.append(Finding("signature", "same" if problem is None else "differs", problem or "by a trusted key"))
     engine_findings = _check_files("engine", engine, identity.link("engine").files)
     findings += engine_findings
-    # A registered version repeats some of the engine's files beside the evidence.
-    copies = {name: digest for name, digest in identity.link("engine").files.items() if (evidence.directory / name).is_file()}
-    findings += _check_files("copy", evidence.directory, copies, only=True) if copies else []
     if evidence.baseline is not None:  # optional in copies, because the report cites its digest
         findings += _check_files("baseline", evidence.baseline, identity.link("baseline").files)
     if report is None:

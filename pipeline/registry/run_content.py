@@ -1,7 +1,7 @@
 """The content that MLflow displays of a candidate: metrics, description and tables of its run, files of its model version.
 
 MLflow compares runs by the metric that was logged first, and draws a chart of every metric. So a run has few metrics, and the
-metrics that decide the choice of an engine come first. All numbers of a report are in summary.json and verdict.json.
+metrics that decide the choice of an engine come first. All numbers are in summary.json and report.json.
 """
 
 import json
@@ -13,16 +13,12 @@ from typing import Any
 
 from pipeline.config.signing import SIGNATURE_FILE
 from stages.core.redaction import leaves, redact, redact_text
-from stages.engines.bundle import BUNDLE_FILE
-from stages.policies.policy import POLICY_FILE
-from stages.policies.scales import SCALES_FILE
-from stages.verdict.candidate import DECIDED, Candidate
+from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Colour of a run in MLflow's charts, by verdict."""
 UNDECIDED = "#6e7781"
-EVIDENCE_FILES = (BUNDLE_FILE, POLICY_FILE, SCALES_FILE)
 REASONS = 5
 """Maximum reasons of a verdict in the description; report.html has all."""
 LIMIT = 40
@@ -137,14 +133,10 @@ def collect_evidence(candidate: Candidate, folder: Path) -> None:
 
     The user's own samples file is not copied, because prompts must not leave this machine.
     """
-    files = [candidate.engine.path / name for name in EVIDENCE_FILES]
-    files += [candidate.report.path, candidate.samples, candidate.identity.path]
-    files.append(candidate.identity.path.with_name(SIGNATURE_FILE))
-    for path in files:
+    identity = candidate.identity.path
+    for path in (candidate.report.path, candidate.samples, identity, identity.with_name(SIGNATURE_FILE)):
         if path.is_file():
             copy_redacted(path, folder / path.name)
-    verdict = candidate.model_dump(mode="json", include={*DECIDED, "metrics"})
-    (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2, allow_nan=False), encoding="utf-8")
 
 
 def copy_redacted(source: Path, target: Path) -> None:

@@ -11,7 +11,6 @@ from stages.verdict.figures import describe_recovery
 from stages.verdict.report import SAMPLES_FILE
 from stages.verdict.verdict import ALL, Check, Gate, Status, Verdict
 
-DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 CITED = ("engine", "baseline", "report", "identity")
 
 

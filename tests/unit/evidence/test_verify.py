@@ -90,7 +90,6 @@ SAMPLES, VERDICT, GARBAGE = "samples, made again", "verdict, decided again", b"\
     [
         (to_bytes("engine/weights.bin", b"altered"), ["engine: weights.bin"], []),
         (to_bytes("engine/hook.py", b""), ["engine: hook.py"], []),
-        (to_bytes("kv_policy.json", b"{}"), ["copy: kv_policy.json"], []),
         (to_bytes("baseline/weights.bin", b"altered"), ["baseline: weights.bin"], []),
         (replaced("report.json", b'"threads":1', b'"threads":2'), ["report: report.json"], []),
         (replaced("samples.jsonl", b'te_correct":true', b'te_correct":false'), ["report: samples.jsonl", VERDICT], []),

@@ -154,7 +154,7 @@ def test_a_version_has_its_evidence_and_optionally_its_bundle(
     model = store.client.get_logged_model(version(store, registered).model_id)
     assert (str(model.model_type), str(model.status)) == ("engine", "READY")
     root = path_of(model.artifact_location)
-    assert {"kv_policy.json", "report.json", "verdict.json"} <= {path.name for path in root.iterdir()}
+    assert {"identity.json", "report.json", "samples.jsonl"} <= {path.name for path in root.iterdir()}
     assert (root / "engine").exists() == log_bundle
     assert not log_bundle or files_digest(tree_files(root / "engine")) == registered.engine.digest
 
