@@ -192,7 +192,7 @@ class MlflowStore(RegistryReader):
     def _begin_run(self, title: str, sweep: str) -> str:
         """Create a run and return its id. It counts as FAILED until it is complete, so a killed command leaves no open run."""
         tags = {"sweep": sweep, "mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
-        run_id = str(self.client.create_run(self.experiment_id, tags=tags, run_name=title).info.run_id)
+        run_id = str(self.client.create_run(self.experiment_id, tags=tags, run_name=redact_text(title)).info.run_id)
         self.client.set_terminated(run_id, "FAILED")
         return run_id
 
