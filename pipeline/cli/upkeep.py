@@ -25,7 +25,7 @@ from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, first_
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER, ROLLED_BACK_AT, ROLLED_BACK_BY, ROLLED_BACK_TO
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
-from pipeline.store.store import USE_LOCK, alone, unfinished
+from pipeline.store.store import IN_USE, USE_LOCK, alone, unfinished
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import POOL
 
@@ -153,12 +153,12 @@ def prune(config: Config) -> None:
     applied, lock = config.prune.apply, root / USE_LOCK
     if applied and lock.exists() and not os.access(lock, os.W_OK):
         raise UserError(f"stage=prune: {lock} cannot be locked, because this user may not write to it; grant write permission")
-    exclusive: AbstractContextManager[list[str]] = alone(root) if applied else nullcontext([])
-    with exclusive as processes:  # no command can change the needs meanwhile
-        if processes:
+    exclusive: AbstractContextManager[bool] = alone(root) if applied else nullcontext(True)
+    with exclusive as unused:  # no command can change the needs meanwhile
+        if not unused:
             raise MissingRequirement(
-                f"stage=prune: the artifacts in {root} are used by {', '.join(processes)}; nothing was removed: wait until it "
-                "ends, or end it"
+                f"stage=prune: another command uses the artifacts in {root}; nothing was removed: wait until it ends, or find "
+                f"it with `fuser {root / IN_USE}` and end it"
             )
         plan = make_plan(config)
         if applied:

@@ -3,6 +3,7 @@
 The system releases a lock when its process dies, however it dies.
 """
 
+import fcntl
 import logging
 import time
 from collections.abc import Iterator
@@ -74,6 +75,16 @@ def locked_at_once(path: Path) -> Iterator[bool]:
         yield acquired
     finally:
         lock.release()
+
+
+@contextmanager
+def shared(path: Path) -> Iterator[None]:
+    """Hold a lock together with other processes while the block runs. No process may hold it alone at the start."""
+    with locked_at_once(path):  # makes the file, so that other users may open it
+        pass
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 def _lock(path: Path) -> FileLock:

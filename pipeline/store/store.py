@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
-from socket import gethostname
 from typing import Any, ClassVar
 
-from pipeline.store.locks import locked, locked_at_once
+from pipeline.store.locks import locked, locked_at_once, shared
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest, tree_files
 from stages.core.errors import UserError
@@ -35,8 +34,8 @@ PARTIAL = ".partial"
 """Folder of a store with unfinished artifacts: `STAGE/KEY` if they are resumable, otherwise `STAGE/.KEY-RANDOM`."""
 USE_LOCK = ".lock"
 """Lock file at the root of a store: held during a removal of artifacts, and briefly when a command starts to use the store."""
-USERS = ".users"
-"""Folder of a store with a locked file for each command that uses its artifacts, named after the process."""
+IN_USE = ".in_use"
+"""Lock file at the root of a store that all commands which use its artifacts hold together."""
 MAX_BYTES = 64 << 20
 """Maximum size of a manifest."""
 RESUMABLE_S = 30 * 24 * 3600.0
@@ -139,41 +138,25 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 
     If `make` is false, a store that is missing, has no lock file yet, or is read-only for this user is not protected.
     """
-    lock, folder = root / USE_LOCK, root / USERS
-    if not make and not (lock.is_file() and os.access(folder if folder.is_dir() else root, os.W_OK)):
+    lock, in_use = root / USE_LOCK, root / IN_USE
+    if not make and not (lock.is_file() and os.access(in_use if in_use.is_file() else root, os.W_OK)):
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # another user made it
-        folder.chmod(0o777)  # in a shared work directory the umask would keep other users out
-    mark = folder / f"{gethostname()}-{os.getpid()}-{token_hex(4)}"
+    root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         with locked(lock, f"the artifacts in {root}, some of which are being removed"):
-            stack.enter_context(locked_at_once(mark))
-            stack.callback(mark.unlink, missing_ok=True)
+            stack.enter_context(shared(in_use))
         yield
 
 
 @contextmanager
-def alone(root: Path) -> Iterator[list[str]]:
-    """Prevent commands from starting to use a store while the block runs. Yields descriptions of its present users.
+def alone(root: Path) -> Iterator[bool]:
+    """Prevent commands from starting to use a store while the block runs.
 
-    If there are users, the block must remove nothing, because the lock may belong to one of them.
+    Yields whether no command uses it now. Otherwise the block must remove nothing.
     """
-    with locked_at_once(root / USE_LOCK) as free:
-        yield _users(root) if free else ["another process that holds the lock"]
-
-
-def _users(root: Path) -> list[str]:
-    users = []
-    for mark in sorted((root / USERS).glob("*")):
-        with locked_at_once(mark) as died:
-            if died:
-                mark.unlink(missing_ok=True)
-            else:
-                host, number, _ = mark.name.rsplit("-", 2)
-                users.append(f"process {number} on {host}")
-    return users
+    with locked_at_once(root / USE_LOCK) as free, locked_at_once(root / IN_USE) as unused:
+        yield free and unused
 
 
 def check_store(root: Path) -> None:

@@ -27,7 +27,7 @@ from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
 from pipeline.store import locks
-from pipeline.store.store import MANIFEST, USERS, Store, alone, used
+from pipeline.store.store import IN_USE, MANIFEST, Store, alone, used
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest, tree_files
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
@@ -118,7 +118,7 @@ def copied(ground: Ground, tmp_path: Path) -> Ground:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != USERS)
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != IN_USE)
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, file_digest(path)) for path in files}
 
 
@@ -210,7 +210,7 @@ def test_prune_and_use_of_artifacts_exclude_each_other(ground: Ground, monkeypat
     before = contents(ground.artifacts)
     with (
         used(ground.artifacts, make=True),
-        pytest.raises(MissingRequirement, match=f"process {os.getpid()} .*nothing was removed"),
+        pytest.raises(MissingRequirement, match=r"another command uses the artifacts .*nothing was removed"),
     ):
         ground.command("stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
     assert contents(ground.artifacts) == before

@@ -16,7 +16,7 @@ import pytest
 import stages
 from pipeline.store import locks
 from pipeline.store.locks import locked, locked_at_once
-from pipeline.store.store import MANIFEST, PARTIAL, USE_LOCK, USERS, Store, alone, lock_of, read_manifest, used
+from pipeline.store.store import IN_USE, MANIFEST, PARTIAL, USE_LOCK, Store, alone, lock_of, read_manifest, used
 from pipeline.store.workdir import check_workdir
 from stages.core import digest
 from stages.core.artifact import Recipe
@@ -131,18 +131,17 @@ def test_only_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
     assert sorted(artifact.files) == ["sub/one.txt"], "made in an empty directory"
 
 
-def test_a_store_names_its_users_and_others_can_lock_it(tmp_path: Path) -> None:
+def test_a_used_store_is_locked_so_that_other_users_can_lock_it_too(tmp_path: Path) -> None:
     root, before = tmp_path / "store", os.umask(0o077)
     try:
         with used(root, make=True), used(root, make=True):
-            assert (root / USERS).stat().st_mode & 0o777 == 0o777
-            assert (root / USE_LOCK).stat().st_mode & 0o777 == 0o666
-            with alone(root) as users:
-                assert [user.split(" on ")[0] for user in users] == [f"process {os.getpid()}"] * 2
+            assert {(root / name).stat().st_mode & 0o777 for name in (USE_LOCK, IN_USE)} == {0o666}
+            with alone(root) as unused:
+                assert not unused
     finally:
         os.umask(before)
-    with alone(root) as users:
-        assert users == []
+    with alone(root) as unused:
+        assert unused
     with used(tmp_path / "nothing", make=False):
         assert not (tmp_path / "nothing").exists()
 
@@ -298,14 +297,6 @@ def test_a_place_without_locks_is_refused_and_not_waited_for(
     if place == ".lock":
         with pytest.raises(UserError, match=REFUSAL), locked_at_once(tmp_path / place):
             pass
-
-
-def test_a_command_that_was_killed_uses_nothing(tmp_path: Path) -> None:
-    (tmp_path / USERS).mkdir()
-    (tmp_path / USERS / "host-1-dead").touch()
-    with alone(tmp_path) as users:
-        assert users == []
-    assert list((tmp_path / USERS).iterdir()) == []
 
 
 def test_a_work_directory_whose_absolute_path_is_too_long_is_refused(tmp_path: Path) -> None:
