@@ -51,23 +51,17 @@ def show_results(config: Config, candidates: Sequence[Candidate], last: Summary,
     """Show the report of judged candidates. With `compares`, also a table, and their runs in MLflow.
 
     If there is a champion, the promotion has shown the report already. If there is no candidate although a job began to judge
-    (`began`), PAGE is an earlier command's and is removed; an OSError must not replace the command's own error.
+    (`began`), PAGE is an earlier command's and is removed; a failure must not replace the command's own error.
     """
     compares = compares and bool(candidates)
     if compares:
         print_comparison(candidates)
     if last.champion is None and candidates:
         show_page(config, candidates, last, unfinished=last.unfinished)
-    elif last.champion is None and began:
-        try:
+    elif last.champion is None and began and (config.work / PAGE).exists():
+        with warn_on_error(f"no verdict: {PAGE} is an earlier command's, and cannot be removed"):
             (config.work / PAGE).unlink()
             console.say(f"no verdict: {PAGE} was an earlier command's; {FOLDER}/ has the pages of all sweeps")
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            console.warning(
-                f"no verdict: {config.work / PAGE} is an earlier command's, and cannot be removed ({error.strerror})"
-            )
     if compares:
         compare_in_mlflow(config, candidates, last.sweep)
 
