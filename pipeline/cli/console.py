@@ -107,8 +107,6 @@ class _Handler(logging.Handler):
 
     mode = "human"
     job: JobPlace | None = None
-    captures_warnings = False
-    """Whether `configure` made Python's warnings log records, so that `close` undoes it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -144,13 +142,10 @@ def configure(mode: str) -> None:
     if mode == "quiet":
         warnings.simplefilter("ignore")
     if captures and not captured:
-        before = warnings.showwarning
         logging.captureWarnings(True)
-        HANDLER.captures_warnings = warnings.showwarning is not before  # otherwise the application captured them already
         logging.getLogger().addHandler(HANDLER)
     elif captured and not captures:
-        if HANDLER.captures_warnings:
-            logging.captureWarnings(False)
+        logging.captureWarnings(False)
         logging.getLogger().removeHandler(HANDLER)
 
 
