@@ -4,7 +4,6 @@ Tokens, lengths and orders are random, with the seed of the run, unless a bounda
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,18 +41,6 @@ REPEATED = 110
 """Number of further prompts in the queue, which repeat the SHORT ones."""
 LONG_ANSWERS = (160, 256)
 """Tokens of the first long answer in the queue, and of the two others, which are also limited by `decode_steps`."""
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A scenario and the capabilities that it needs."""
-
-    run: Callable[[StressTest], None]
-    needs: tuple[type, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.run.__name__
 
 
 def batch(test: StressTest) -> None:
@@ -281,16 +268,17 @@ def long_queue(test: StressTest) -> None:
     test.ask([*long, *waiting], [least, longest, longest, *limits], at_once=min(at_once, test.largest))
 
 
-SCENARIOS = (
-    Scenario(walk),  # first: its many sequences show how large a rounding is
-    Scenario(batch),
-    Scenario(equal),
-    Scenario(evicted_fork, (SupportsFork,)),
-    Scenario(shared, (SupportsFork,)),
-    Scenario(answers),
-    Scenario(long_queue),
-    Scenario(full_pool, (SupportsFullPool,)),
-    Scenario(crowd),
-    Scenario(offsets),
-    Scenario(wear),
-)
+SCENARIOS: dict[Callable[[StressTest], None], tuple[type, ...]] = {
+    walk: (),  # first: its many sequences show how large a rounding is
+    batch: (),
+    equal: (),
+    evicted_fork: (SupportsFork,),
+    shared: (SupportsFork,),
+    answers: (),
+    long_queue: (),
+    full_pool: (SupportsFullPool,),
+    crowd: (),
+    offsets: (),
+    wear: (),
+}
+"""Scenario -> the capabilities that it needs, in the order of the test."""

@@ -89,15 +89,15 @@ def _run_scenarios(test: StressTest) -> None:
             for name in (names[:room] if isinstance(engine, SupportsFork) else names[1:])
         ]
         test.prefill(*test.resting)
-    for scenario in SCENARIOS:
-        if all(isinstance(engine, need) for need in scenario.needs):
-            test.scenario = scenario.name
+    for number, (run, needs) in enumerate(SCENARIOS.items()):
+        if all(isinstance(engine, need) for need in needs):
+            test.scenario = run.__name__
             try:
-                scenario.run(test)
+                run(test)
             except UserError as error:
-                test.failures.append(f"{scenario.name}: the engine refused it: {error}")
+                test.failures.append(f"{test.scenario}: the engine refused it: {error}")
             test.end()
-            test.wake(turn_first=scenario is SCENARIOS[0])  # the engine idled during the longest comparison
+            test.wake(turn_first=number == 0)  # the engine idled during the longest comparison
     if test.resting:
         test.scenario = "rest"
         ending, idle = (test.sequence(name, most) for name in ("a sequence that ends", "an idle sequence after free pages"))

@@ -194,7 +194,7 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(
     bench: Conformity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits of baseline and candidate are equal, so only the reference engine can show their common fault."""
-    monkeypatch.setattr(stress_test, "SCENARIOS", ())  # the samples suffice to show the fault
+    monkeypatch.setattr(stress_test, "SCENARIOS", {})  # the samples suffice to show the fault
     config = conformance_config(conformance_samples=1, noise_samples=0, stress_test=BRIEF)
     samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"

@@ -21,7 +21,7 @@ from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
 from stages.evaluate.conformance.operations import StressTest
-from stages.evaluate.conformance.scenarios import SCENARIOS, Scenario, ragged
+from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
 from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.report import StressResult
@@ -40,7 +40,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """A function that limits the stress test to the named scenarios."""
 
     def limited(*names: str) -> None:
-        chosen = tuple(scenario for scenario in SCENARIOS if scenario.name in names)
+        chosen = {run: needs for run, needs in SCENARIOS.items() if run.__name__ in names}
         assert len(chosen) == len(names)
         monkeypatch.setattr(stress_test, "SCENARIOS", chosen)
 
@@ -264,7 +264,7 @@ def test_a_turn_comes_first_after_the_longest_comparison(
         calls.append(name)
         return sound(*given)
 
-    monkeypatch.setattr(stress_test, "SCENARIOS", [Scenario(lambda _: None)])
+    monkeypatch.setattr(stress_test, "SCENARIOS", {lambda _: None: ()})
     for name in ("extend", "_decode"):
         monkeypatch.setattr(engine, name, partial(noting, name, getattr(engine, name)))
     for seed in range(4):
