@@ -118,7 +118,7 @@ class StoredCopy:
     """(1 | H, 1, 1 | D), as read by attention; None for dynamic and exact formats."""
     static_zero: npt.NDArray[np.float32] | None
     evicted: tuple[tuple[int, int], ...] = ()
-    """Ranges (start, end) of evicted positions, whose entries are zeros."""
+    """Ranges (start, end) of evicted positions, whose entries mean nothing."""
 
 
 @dataclass(frozen=True)

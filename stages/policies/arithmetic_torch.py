@@ -4,7 +4,6 @@ Shapes: H KV heads, T tokens, D head_dim, W storage elements per token, g scales
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -32,24 +31,6 @@ class Stored:
     scale: Tensor | None
     """(..., H, T, g) in the type of stored scales; None for static and exact formats."""
     zero: Tensor | None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The codes, scales and zeros that are not None."""
-        return [tensor for tensor in (self.codes, self.scale, self.zero) if tensor is not None]
-
-
-def each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -> Stored:
-    """Apply `function` to the codes, to the scales and to the zeros of all `stored`, which must have the same format."""
-    parts = [function(list(tensors)) for tensors in zip(*(part.tensors for part in stored), strict=True)]
-    return Stored(*parts, *[None] * (3 - len(parts)))
-
-
-def concatenate_tokens(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate codes or scales (H, T, ...) of consecutive tokens; 8-bit floats are handled as bytes."""
-    dtype = parts[0].dtype
-    raw = [part.view(torch.uint8) for part in parts] if dtype.itemsize == 1 else list(parts)
-    return torch.cat(raw, dim=1).view(dtype)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""backend=torch: transformers over a reference quantized cache, independent of ONNX and simple enough to check by reading."""
+"""backend=torch: transformers over a reference cache, independent of ONNX and simple enough to check by reading."""

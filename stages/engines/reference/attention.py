@@ -1,7 +1,7 @@
-"""Attention in which each row reads its own selection of stored copies; one code path for prefill, decode and whole sequences.
+"""Attention in which each row reads its own selection of a sequence's forms; one code path for prefill, decode and whole sequences.
 
 A row is a query; `start` is the length of the cache when the row's chunk began. In order of position, row i attends to:
-1. float16 sinks, 2. base copies (with a gap if the policy evicts), 3. window copies, 4. float16 recent tokens, 5. the exact
+1. float16 sinks, 2. base codes (with a gap if the policy evicts), 3. the window's codes, 4. float16 recent tokens, 5. the exact
 tokens of its own chunk up to itself. A sliding-window layer drops all columns before its own window; do not confuse that window
 with the policy's window of finer formats. The borders of these sources never decrease with i. So all rows of a block read
 nearly every column from the same source, and only narrow bands need a mask. Blocks bound the memory: nothing is quadratic in
@@ -40,35 +40,21 @@ SMALLEST_EXPONENT = -80.0
 """Floor of the softmax's exponents: e**-80 is a normal float32."""
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Dequantized tokens of one side of one layer: consecutive tokens, preceded by the sinks if the policy evicts."""
-
-    tokens: Tensor
-    """(H, n, D) float32."""
-    begin: int = 0
-    """Position of the first token after the sinks."""
-    sinks: int = 0
-    """Number of the sequence's first tokens that `tokens` starts with."""
-
-    def part(self, low: int, high: int) -> Tensor:
-        offset = 0 if low < self.sinks else self.begin - self.sinks
-        return self.tokens[:, low - offset : high - offset]
-
-
 class Sources(NamedTuple):
-    """The copies of tokens that rows attend to; None if no row reads the source."""
+    """A sequence's keys or values (H, T, D) in every form that rows read; None if no row reads the form."""
 
-    sinks: Copies | None
-    base: Copies | None
-    window: Copies | None
-    recent: Copies | None
-    chunk: Copies
+    exact: Tensor | None
+    """Rounded to float16: sinks and recent tokens."""
+    base: Tensor
+    window: Tensor | None
+    """In the finer format of the policy's window."""
+    chunk: Tensor
+    """As computed: the tokens of a row's own chunk."""
 
 
 EVICTED = "evicted"
 """Marks columns that the masked rows do not attend to, because of eviction or a sliding window."""
-PARTS = (EVICTED, "sinks", "base", EVICTED, "base", "window", "recent", "chunk")
+PARTS = (EVICTED, "exact", "base", EVICTED, "base", "window", "exact", "chunk")
 """Sources in the order of a row's columns."""
 
 
@@ -183,7 +169,7 @@ class ConcatenatedViews:
 
 
 class BlockView(ABC):
-    """A view that knows all copies of a layer before any row attends."""
+    """A view that knows all keys and values of a layer before any row attends."""
 
     blocks: Sequence[Block]
     first_row: int
@@ -197,7 +183,7 @@ class BlockView(ABC):
 
     @abstractmethod
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        """Receive the new tokens' keys and values (H, S, D); return the copies of keys and of values to read."""
+        """Receive the new tokens' keys and values (H, S, D); return the sequence's keys and values to read."""
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         keys, values = self.exchange(layer, key, value)
@@ -264,7 +250,7 @@ def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, f
 
     Example: columns of row 200, a decoded token, with 4 sinks, 2 recent tokens, a window of 64 and no eviction:
 
-        evicted   sinks   base   evicted   base    window    recent    chunk
+        evicted   exact   base   evicted   base    window    exact     chunk
         none      0-3     none   none      4-127   128-197   198-199   200
     """
     sinks = starts.clamp(max=policy.sink_tokens)
@@ -358,8 +344,8 @@ def attend(
 
 
 def _read(sources: Sources, piece: AttentionPiece, dtype: torch.dtype) -> Tensor:
-    copies: Copies = getattr(sources, piece.source)
-    return copies.part(piece.low, piece.high).to(dtype)
+    states: Tensor = getattr(sources, piece.source)
+    return states[:, piece.low : piece.high].to(dtype)
 
 
 def _attention(

@@ -1,4 +1,4 @@
-"""The reference engine: transformers' own model, in float32, over a plain quantized cache.
+"""The reference engine: transformers' own model, in float32, over a cache that is quantized when it is read.
 
 It serves backend=torch on a CPU. Judged engines are compared with this engine on the device of `reference.device`.
 """
@@ -19,12 +19,10 @@ from stages.engines.interface import Logits
 from stages.engines.reference.attention import (
     ATTENTION,
     Block,
-    BlockView,
     ConcatenatedViews,
     Fed,
     FiniteCheck,
     Preparation,
-    Sources,
     Span,
     View,
     plan_blocks,
@@ -35,9 +33,9 @@ from stages.engines.reference.formats import CPU, rotate
 from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.reference.placing import place_model, within_memory
-from stages.engines.reference.replay import OnePassView, Replay, Visit, VisitedView, disturb_layers
+from stages.engines.reference.replay import CachedView, OnePassView, Replay, Visit, VisitedView, disturb_layers
 from stages.policies.ggml.arithmetic_torch import round_queries
-from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
 
@@ -51,28 +49,6 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     engine = TorchEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
     engine.threads = threads
     return engine
-
-
-class _CachedView(BlockView):
-    """A chunk of a sequence whose earlier tokens are in the cache."""
-
-    def __init__(self, handle: int, caches: list[LayerCache], blocks: Sequence[Block]) -> None:
-        self.blocks = blocks
-        self.caches = caches
-        self.first_row = self.caches[0].length
-        self.finite: FiniteCheck = FiniteCheck(f"sequence {handle}", self.first_row)
-        self.new: list[tuple[Tensor, Tensor]] = []
-
-    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        self.finite.record(layer, key, value)
-        self.new.append((key, value))
-        cache = self.caches[layer]
-        return cache.read(Side.KEY, key), cache.read(Side.VALUE, value)
-
-    def store(self) -> None:
-        """Append the new keys and values. Called after all layers have run, so that a refused token changes nothing."""
-        for cache, (key, value) in zip(self.caches, self.new, strict=True):
-            cache.append(key, value)
 
 
 class TorchEngine(ChunkedEngine):
@@ -109,7 +85,7 @@ class TorchEngine(ChunkedEngine):
     def _start(self) -> int:
         if self._keeps_heavy:
             return self.sequences.add(self._heavy_caches())
-        return self.sequences.add([LayerCache(self.policy, self.shape, storages, self.device) for storages in self.storages])
+        return self.sequences.add([LayerCache.empty(self.shape, self.device)] * self.shape.layers)
 
     @property
     def _keeps_heavy(self) -> bool:
@@ -119,11 +95,11 @@ class TorchEngine(ChunkedEngine):
     def _heavy_caches(self) -> list[HeavyCache]:
         return [HeavyCache.empty(self.policy, self.shape, storages, self.device) for storages in self.storages]
 
-    def _view(self, handle: int, span: Span) -> _CachedView | HeavyView:
+    def _view(self, handle: int, span: Span) -> CachedView | HeavyView:
         caches: Any = self.sequences[handle]
         if self._keeps_heavy:
             return HeavyView(caches, [span], f"sequence {handle}")
-        return _CachedView(handle, caches, self._plan([span]))
+        return CachedView(self.policy, self.storages, self._plan([span]), caches, f"sequence {handle}")
 
     @torch.inference_mode()
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
@@ -226,22 +202,31 @@ class TorchEngine(ChunkedEngine):
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         """Return the stored copies by layer. Empty for H2O, whose heads keep different tokens."""
         caches: Any = self.sequences[sequence]
-        return [] if self._keeps_heavy else [cache.stored for cache in caches]
+        if self._keeps_heavy:
+            return []
+        return [cache.stored(self.policy, self.shape, layer) for cache, layer in zip(caches, self.storages, strict=True)]
 
     def _release(self, sequence: int) -> None:
         del self.sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of the cache's tensors. There are no spare pages, because pages are allocated one by one."""
-        caches = [cache for sequence in self.sequences.values() for cache in sequence]
+        """Return the bytes that the policy needs for the live sequences. There are no spare pages."""
+        policy, shape = self.policy, self.shape
+        lengths = [sequence[0].length for sequence in self.sequences.values()]
+        pages, window_pages = sum(policy.kept_pages(n, shape) for n in lengths), sum(map(policy.window_pages, lengths))
         return MemoryReport(
-            pool_bytes=sum(cache.pool_bytes for cache in caches),
-            exact_bytes=sum(cache.exact_bytes for cache in caches),
-            window_bytes=sum(cache.window_bytes for cache in caches),
-            pages=sum(sequence[0].page_count for sequence in self.sequences.values()),
-            live_tokens=sum(sequence[0].kept_tokens for sequence in self.sequences.values()),
-            window_pages=sum(self.policy.window_pages(sequence[0].length) for sequence in self.sequences.values()),
+            pool_bytes=policy.pool_bytes(shape, pages),
+            exact_bytes=policy.exact_bytes(shape, len(lengths)),
+            window_bytes=window_pages * policy.window_page_bytes(shape),
+            pages=pages,
+            live_tokens=sum(map(self._live_tokens, lengths)),
+            window_pages=window_pages,
         )
+
+    def _live_tokens(self, length: int) -> int:
+        if self._keeps_heavy:
+            return self.policy.kept_tokens(length, self.shape)
+        return length - PAGE_TOKENS * len(self.policy.evicted_pages(length, self.shape))
 
     def corrupt_key_scale(self, factor: float) -> None:
         for layer in self.storages:

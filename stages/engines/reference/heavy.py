@@ -13,17 +13,15 @@ Shapes: H KV heads, G query heads per KV head, R new tokens, n kept tokens, S to
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from stages.engines.reference.attention import FiniteCheck, Span
-from stages.engines.reference.cache import LayerStorage, page_bytes
+from stages.engines.reference.cache import LayerStorage
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.model import LayerAttention
-from stages.policies.arithmetic_torch import Stored, concatenate_tokens, each
-from stages.policies.policy import SIDES, Eviction, KVPolicy, KVShape, Side, page_count
+from stages.policies.policy import SIDES, Eviction, KVPolicy, KVShape, Side
 
 
 @dataclass(frozen=True)
@@ -37,21 +35,21 @@ class HeavyCache:
     """Ascending positions (H, n) of the kept tokens."""
     weights: Tensor
     """Sum of the attention (H, n) that the kept tokens have received."""
-    stored: Mapping[Side, Stored]
-    """Codes and scales (H, n, ...) of keys and values; empty before the first token."""
-    exact_bytes: ClassVar[int] = 0
-    window_bytes: ClassVar[int] = 0
+    states: Mapping[Side, Tensor]
+    """Keys and values (H, n, D) of the kept tokens as computed; they are quantized when they are read."""
 
     @classmethod
     def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device = CPU) -> "HeavyCache":
         assert policy.eviction is not None
         none = torch.zeros(shape.kv_heads, 0, device=device)
-        return cls(policy.eviction, storages, 0, none.long(), none, {})
+        states = dict.fromkeys(SIDES, torch.zeros(shape.kv_heads, 0, shape.head_dim, device=device))
+        return cls(policy.eviction, storages, 0, none.long(), none, states)
 
     def attend(self, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
         """Append new tokens (H, R, D); return the attention (H, G, R, D) of their scaled queries q, and the new cache."""
         rows = q.shape[2]
-        keys, values = (self._read_with(side, x) for side, x in zip(SIDES, (key, value), strict=True))
+        new = {Side.KEY: key, Side.VALUE: value}
+        keys, values = (torch.cat([self.storages[side].round(self.states[side]).to(x.dtype), x], 1) for side, x in new.items())
         scores = options.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
         later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
         scores[..., -rows:].masked_fill_(later, -torch.inf)
@@ -66,21 +64,9 @@ class HeavyCache:
             length=self.length + rows,
             positions=torch.cat([self.positions, positions], dim=1),
             weights=weights,
-            stored={side: self._append(side, x) for side, x in zip(SIDES, (key, value), strict=True)},
+            states={side: torch.cat([self.states[side], x], dim=1) for side, x in new.items()},
         )
         return attention @ values.unsqueeze(1), appended._evict()
-
-    def _read_with(self, side: Side, new: Tensor) -> Tensor:
-        """Return the dequantized cached tokens followed by the new tokens: (H, n + R, D)."""
-        if not self.stored:
-            return new
-        return torch.cat([self.storages[side].read(self.stored[side]).to(new.dtype), new], dim=1)
-
-    def _append(self, side: Side, x: Tensor) -> Stored:
-        new = self.storages[side].write(x)
-        if not self.stored:
-            return new
-        return each(concatenate_tokens, [self.stored[side], new])
 
     def _evict(self) -> "HeavyCache":
         count, sinks, heavy = self.positions.shape[1], self.eviction.sink_tokens, self.eviction.heavy_tokens
@@ -103,21 +89,8 @@ class HeavyCache:
             self,
             positions=self.positions.gather(1, index),
             weights=self.weights.gather(1, index),
-            stored={side: each(lambda x: _rows(x[0], index), [stored]) for side, stored in self.stored.items()},
+            states={side: x.gather(1, index[..., None].expand(-1, -1, x.shape[-1])) for side, x in self.states.items()},
         )
-
-    @property
-    def kept_tokens(self) -> int:
-        return self.positions.shape[1]
-
-    @property
-    def page_count(self) -> int:
-        return page_count(self.kept_tokens)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the pages, whole pages counted."""
-        return sum(page_bytes(stored, self.page_count) for stored in self.stored.values())
 
 
 class HeavyView:
@@ -157,9 +130,3 @@ def _chunks(span: Span) -> list[range]:
     if span.start is not None:
         return [range(span.begin, span.end)]
     return [range(row, row + 1) for row in range(span.begin, span.end)]
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Gather tokens (H, n) from x (H, T, W). 8-bit floats are gathered as bytes, since torch has no gather for them."""
-    raw = x.view(torch.uint8) if x.element_size() == 1 else x
-    return raw.gather(1, index[..., None].expand(-1, -1, raw.shape[-1])).view(x.dtype)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from stages.core.records import StoredCopy
 from stages.engines.interface import Logits
-from stages.engines.reference.attention import Block, BlockView, Copies, FiniteCheck, Sources
-from stages.engines.reference.cache import LayerStorage, Storage, one_pass_sources
+from stages.engines.reference.attention import Block, BlockView, FiniteCheck, Sources
+from stages.engines.reference.cache import LayerCache, LayerStorage, Storage, sources_of
 from stages.engines.reference.formats import dequantize
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.policy import SIDES, KVPolicy, Side
@@ -102,8 +102,8 @@ class OnePassView(BlockView):
         self.undisturbed, self.finite = undisturbed, finite
         self.errors: list[dict[Side, Errors]] = []
         """Errors by layer. The undisturbed row also receives the errors of the disturbed row."""
-        self.layer: tuple[Tensor, Tensor]
-        """Keys and values (H, T, D) of the current layer."""
+        self.layer: LayerCache
+        """Keys and values of the current layer."""
         self.computed: dict[Side, tuple[Tensor, Tensor]] = {}
         """Computed vectors (H, T, D) of the current layer, and their nearest codes as numbers."""
 
@@ -112,46 +112,74 @@ class OnePassView(BlockView):
             self.finite.record(layer, key, value)
         self.errors.append({})
         self.computed.clear()
-        if self.origin is not None:
-            earlier = (x[:, : self.first_row] for x in self.origin.layer)
-            key, value = (torch.cat(parts, dim=1) for parts in zip(earlier, (key, value), strict=True))
-        self.layer = key, value
-        return self._sources(layer, Side.KEY, key), self._sources(layer, Side.VALUE, value)
+        self.layer = self._join(layer, key, value)
+        return self._sources(layer, Side.KEY, self.layer.key), self._sources(layer, Side.VALUE, self.layer.value)
+
+    def _join(self, layer: int, key: Tensor, value: Tensor) -> LayerCache:  # noqa: ARG002
+        """Return the sequence's keys and values in a layer, with the new ones at the end."""
+        if self.origin is None:
+            return LayerCache(key, value)
+        earlier = self.origin.layer
+        return LayerCache(earlier.key[:, : self.first_row], earlier.value[:, : self.first_row]).append(key, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
-        sources = one_pass_sources(self.policy, self.storages[layer], base, x)
+        sources = sources_of(self.policy, self.storages[layer], base, x)
         copies = self.shown[layer] if self.shown else {}
-        if base in copies and sources.base is not None:
+        if base in copies:
             sources = sources._replace(base=self._replace_codes(layer, base, sources.base, x, copies[base]))
         if base.window in copies and sources.window is not None:
             sources = sources._replace(window=self._replace_codes(layer, base.window, sources.window, x, copies[base.window]))
         return sources
 
-    def _replace_codes(self, layer: int, side: Side, copies: Copies, x: Tensor, copy: StoredCopy) -> Copies:
-        """Record this row's errors; return the reference engine's copy with all kept tokens taken from the other engine.
+    def _replace_codes(self, layer: int, side: Side, own: Tensor, x: Tensor, copy: StoredCopy) -> Tensor:
+        """Record this row's errors; return `own`, its numbers (H, T, D), with all kept tokens taken from the other engine.
 
         The undisturbed row records errors of the engine's copy, the disturbed row errors of the reference engine's copy.
         """
         stored = read_copy(copy, self.storages[layer][side], x.device)
-        part = slice(copy.first, min(copies.tokens.shape[1], copy.first + stored.shape[1]))
+        part = slice(copy.first, min(own.shape[1], copy.first + stored.shape[1]))
         lost = torch.zeros(part.stop - part.start, dtype=torch.bool, device=x.device)
         for start, stop in copy.evicted:
             lost[start:stop] = True
         stored = stored[:, : part.stop - part.start]
-        stored[:, lost] = copies.tokens[:, part][:, lost]
+        stored[:, lost] = own[:, part][:, lost]
         if self.undisturbed is None:
-            self.computed[side] = x, copies.tokens
-            error = _excess_error(stored, x[:, part], copies.tokens[:, part])
+            self.computed[side] = x, own
+            error = _excess_error(stored, x[:, part], own[:, part])
             self.errors[layer][side] = Errors(copy.first, error, torch.zeros_like(error))
         else:
             exact, nearest = self.undisturbed.computed[side]
-            error = _excess_error(copies.tokens[:, part], exact[:, part], nearest[:, part])
+            error = _excess_error(own[:, part], exact[:, part], nearest[:, part])
             error[:, lost] = 0
             errors = self.undisturbed.errors[layer]
             errors[side] = replace(errors[side], disturbed=error)
-        joined = copies.tokens.clone()
+        joined = own.clone()
         joined[:, part] = stored
-        return Copies(joined)
+        return joined
+
+
+class CachedView(OnePassView):
+    """New tokens of a sequence whose earlier tokens are in the cache."""
+
+    def __init__(
+        self,
+        policy: KVPolicy,
+        storages: Sequence[LayerStorage],
+        blocks: Sequence[Block],
+        caches: list[LayerCache],
+        sequence: str,
+    ) -> None:
+        super().__init__(policy, storages, blocks, finite=FiniteCheck(sequence, caches[0].length))
+        self.caches, self.first_row = caches, caches[0].length
+        self.after: list[LayerCache] = []
+
+    def _join(self, layer: int, key: Tensor, value: Tensor) -> LayerCache:
+        self.after.append(self.caches[layer].append(key, value))
+        return self.after[layer]
+
+    def store(self) -> None:
+        """Keep the new keys and values. Called after all layers have run, so that a refused token changes nothing."""
+        self.caches[:] = self.after
 
 
 Visit = Callable[[int, Side, Tensor, Tensor], None]
@@ -167,8 +195,7 @@ class VisitedView(OnePassView):
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
         for side, x in zip(SIDES, (key, value), strict=True):
-            storage = self.storages[layer][side]
-            self.visit(layer, side, x, storage.read(storage.write(x)))
+            self.visit(layer, side, x, self.storages[layer][side].round(x))
         return super().exchange(layer, key, value)
 
 

@@ -1,4 +1,4 @@
-"""The reference engine: one pass against stepwise decoding, against transformers with a rounding cache, and its memory."""
+"""The reference engine: one pass against stepwise decoding and against transformers with a rounding cache."""
 
 from typing import Any
 
@@ -73,23 +73,6 @@ def test_a_window_and_a_page_border_are_crossed_in_one_pass(model64: Any) -> Non
     np.testing.assert_allclose(one_pass(engine, [text], 80), forced(engine, [text], 80)[1:], rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_memory_is_the_policys_arithmetic_and_release_frees_it(policy: KVPolicy, model: Any) -> None:
-    engine = make_reference(model, policy, SHAPE)
-    handles, _ = engine.prefill([[1] * 130, [2] * 64])
-    engine.decode(handles[1:], [3])
-    memory = engine.memory()
-    assert memory.pool_bytes + memory.exact_bytes + memory.window_bytes == sum(
-        policy.sequence_bytes(SHAPE, tokens) for tokens in (130, 65)
-    )
-    lost = len(policy.evicted_pages(130, SHAPE))
-    pages = 5 - lost
-    assert (memory.pool_bytes, memory.pages, memory.live_tokens) == (policy.pool_bytes(SHAPE, pages), pages, 195 - 64 * lost)
-    assert memory.exact_bytes == policy.exact_bytes(SHAPE, 2)
-    engine.release(handles)
-    assert engine.memory().pool_bytes == engine.memory().exact_bytes == engine.memory().window_bytes == 0
-
-
 def test_statistics_describe_transformers_own_keys_and_values(model: Any, texts: list[list[int]]) -> None:
     with torch.no_grad():
         layers = model(torch.tensor(texts[-1:]), use_cache=True).past_key_values.layers
@@ -103,7 +86,7 @@ def test_statistics_describe_transformers_own_keys_and_values(model: Any, texts:
             assert (entry.low, entry.high) == pytest.approx((float(exact.min()), float(exact.max())), rel=1e-5)
             assert entry.p999 == pytest.approx(np.quantile(exact.abs().numpy(), 0.999), rel=1e-5)
             storage = engine.storages[entry.layer][Side(entry.side)]
-            error = storage.read(storage.write(exact)) - exact
+            error = storage.round(exact) - exact
             assert entry.snr_db == pytest.approx(20 * float(torch.log10(exact.norm() / error.norm())), abs=0.05)
         ratios[name] = measured[0].snr_db or 0.0
     assert ratios["fp8_head"] > ratios["int4"] + 6
@@ -123,7 +106,7 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
 
     def rounded(self, x: torch.Tensor, layer: int, side: str, past: int) -> torch.Tensor:
         storage = self.storages[layer][side]
-        return torch.cat([storage.read(storage.write(x[..., :past, :])).to(x.dtype), x[..., past:, :]], dim=-2)
+        return torch.cat([storage.round(x[..., :past, :]).to(x.dtype), x[..., past:, :]], dim=-2)
 
 
 def by_transformers(model: Any, policy: KVPolicy, text: list[int], steps: int) -> np.ndarray:
