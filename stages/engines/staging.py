@@ -65,11 +65,12 @@ class StagedInputs:
 
 
 class StepResults:
-    """Pinned host memory for the tensors that a step leaves on the device."""
+    """Pinned host memory for the tensors that a step leaves on the device; floating-point numbers become float32."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
-        self._pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in tensors]
+        kinds = [torch.float32 if x.is_floating_point() else x.dtype for x in tensors]
+        self._pinned = [torch.empty(x.shape, dtype=kind, pin_memory=x.is_cuda) for x, kind in zip(tensors, kinds, strict=True)]
 
     def read(self) -> list[npt.NDArray[np.generic]]:
         """Wait for the device once and return the tensors' contents, in arrays that the next call overwrites."""

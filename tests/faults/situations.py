@@ -98,7 +98,7 @@ def halved_with_users(least: int) -> Callable[[Array, Step], Any]:
 
     def edit(values: Array, step: Step) -> Any:
         used = sorted({page for handle in step.handles for page in step.pages(handle)})
-        users = step.engine.pool.pages.state()[0]
+        users = step.engine.pool.pages._users
         values[[users[page] >= least for page in used]] *= np.float16(0.5)
         return values
 

@@ -55,13 +55,6 @@ class PageAllocator:
             del self._users[page]
             heapq.heappush(self._free, page)
 
-    def state(self) -> tuple[dict[int, int], list[int]]:
-        return dict(self._users), list(self._free)
-
-    def restore(self, state: tuple[dict[int, int], list[int]]) -> None:
-        """Restore a snapshot; the capacity must not have changed."""
-        self._users, self._free = dict(state[0]), list(state[1])
-
 
 class PoolFull(UserError):
     """The live sequences leave no room in the pool for more tokens."""

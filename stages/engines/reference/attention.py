@@ -1,4 +1,4 @@
-"""Attention in which each row reads its own selection of a sequence's forms; one code path for prefill, decode and whole sequences.
+"""Attention in which each row reads its own selection of forms; one code path for prefill, decode and whole sequences.
 
 A row is a query; `start` is the length of the cache when the row's chunk began. In order of position, row i attends to:
 1. float16 sinks, 2. base codes (with a gap if the policy evicts), 3. the window's codes, 4. float16 recent tokens, 5. the exact

@@ -15,7 +15,6 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
 from stages.engines.gpu import require_gpu
 from stages.engines.interface import Logits
-from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.paged.engine import PagedEngine
 from stages.engines.staging import allocate_aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
@@ -49,7 +48,7 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
 
 
 class PlanEngine(PagedEngine):
-    """The engine on TensorRT. The graphs read the pool in place, and a step stores its tokens on the device."""
+    """The engine on TensorRT. The graphs read the pool in place, and tokens are copied to it on the device."""
 
     pool: TorchPool
 
@@ -84,7 +83,7 @@ class PlanEngine(PagedEngine):
         self._sessions = {
             mode: PlanSession(
                 library, plan, device, bundle.inputs[mode], bundle.outputs[mode],
-                memory=memory, bound=bound, pool=pool, captured=cuda_graphs and mode == "decode",
+                memory=memory, bound=bound, families=pool.families, captured=cuda_graphs and mode == "decode",
             )
             for mode, plan in plans.items()
         }  # fmt: skip
@@ -97,9 +96,6 @@ class PlanEngine(PagedEngine):
     def corrupt_key_scale(self, factor: float) -> None:
         with self._device.running():
             super().corrupt_key_scale(factor)
-            self.pool.set_faults(self._faults)
-        for session in self._sessions.values():
-            session.forget_graphs()
 
     def _constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device.torch_device, copy=True)
@@ -126,17 +122,13 @@ class PlanEngine(PagedEngine):
             step = self._sessions[mode].step(**self._sizes(mode, batch, columns, tables["page_table"].shape[1]))
             for name, values in inputs.items():
                 step.put(name, values)
-            pool = self.pool
-            windows = pool.window_state(handles)
-            pool.put_places(step, handles, columns)
             step.upload()
             step.run()
-            logits, stored = step.read()
-            if not stored:
-                pool.restore(windows)
-                self._refuse(step.outputs[NOT_FINITE][:batch, :, :columns].float().cpu().numpy(), handles)
-            pool.advance(handles, columns)
-        return logits[:batch].astype(np.float32)  # a copy, because the next step overwrites the results
+            logits, sums = (rows[:batch].astype(np.float32) for rows in step.read())  # copies: the next step overwrites them
+            if sums[:, :, :columns].any():
+                self._refuse(sums[:, :, :columns], handles)
+            self.pool.store(handles, columns, step.families, self._faults)
+        return logits
 
     def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
         limits = self._limits

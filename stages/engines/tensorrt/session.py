@@ -2,13 +2,10 @@
 
 A captured graph contains the addresses and the shape of its capture, and becomes invalid with its context. So every shape has
 its own context, inputs and outputs, and `shapes.bucket` keeps the number of shapes small. All contexts share one activation
-memory, because everything runs on one stream.
-
-The pool's work on a run's outputs (`TorchPool.consume`) is part of the run and of its graph: the host fills one buffer before
-the run and reads one result afterwards.
+memory, because everything runs on one stream. The host fills one buffer before a run and waits once for its results.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stages.engines.onnx.bundle import NOT_FINITE
 from stages.engines.staging import ALIGNMENT, StagedInputs, StepResults, allocate_stacked
 from stages.engines.tensorrt.bundle import GraphTensor
 from stages.engines.tensorrt.library import Library
@@ -66,13 +64,12 @@ class PlanStep:
         self._session = session
         buffers = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in buffers.items()}
-        sections |= session.pool.sections(sizes)
         self._staged = StagedInputs(sections, session.device.torch_device)
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
-        """Stacked outputs (number of outputs, *shape), in the order of `pool.families`."""
-        for names in session.pool.families:
+        """Stacked outputs (number of outputs, *shape), in the order of `session.families`."""
+        for names in session.families:
             first = session.outputs[names[0]]
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
             self.families.append(allocate_stacked(len(names), shape, kind, session.device.torch_device))
@@ -82,8 +79,7 @@ class PlanStep:
                 self.outputs[name] = torch.zeros(
                     session.shape(t, sizes), dtype=DTYPES[t.dtype], device=session.device.torch_device
                 )
-        self.results = list(session.pool.results(self))
-        self._results = StepResults(*self.results)
+        self._results = StepResults(self.outputs["logits"], self.outputs[NOT_FINITE])
         self._context = session.context()
         bindings = session.bound | {name: self.inputs[name] for name in buffers}
         for name, tensor in bindings.items():
@@ -109,7 +105,7 @@ class PlanStep:
         self._staged.upload()
 
     def read(self) -> list[npt.NDArray[np.generic]]:
-        """Wait for the device once and return the pool's results, which the next call overwrites."""
+        """Wait for the device once and return the logits and the graph's check, in arrays that the next call overwrites."""
         return self._results.read()
 
     def run(self) -> None:
@@ -122,7 +118,6 @@ class PlanStep:
     def _enqueue(self) -> None:
         session = self._session
         session.check(self._context.execute_async_v3(session.device.stream), "a run")
-        session.pool.consume(self)
 
 
 class PlanSession:
@@ -138,13 +133,13 @@ class PlanSession:
         *,
         memory: torch.Tensor,
         bound: Mapping[str, torch.Tensor],
-        pool: Any,
+        families: Sequence[Sequence[str]],
         captured: bool,
     ) -> None:
-        """Open a plan. `bound`: tensors whose addresses never change. `pool`: a TorchPool, whose `consume` follows each run."""
+        """Open a plan. `bound`: tensors whose addresses never change. `families`: names of the outputs to stack."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
-        self.pool, self._memory = pool, memory
+        self.families, self._memory = families, memory
         # The builder may have removed unused inputs.
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
@@ -159,11 +154,6 @@ class PlanSession:
         if key not in self._steps:
             self._steps[key] = PlanStep(self, sizes)
         return self._steps[key]
-
-    def forget_graphs(self) -> None:
-        """Drop all captured graphs, because the pool's work has changed."""
-        for step in self._steps.values():
-            step.replay = None
 
     def context(self) -> Any:
         """Return a new execution context. All contexts share one activation memory, so only one may run at a time."""

@@ -18,7 +18,6 @@ from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine
-from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanStep
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
@@ -64,14 +63,14 @@ def stored_bytes(engine: PlanEngine | OnnxEngine, handles: list[int]) -> list[di
 @contextmanager
 def patch_not_finite(*place: int) -> Iterator[None]:
     """Let the graphs report a key or value that is not finite at (sequence, row of all layers' sides and heads, token)."""
-    consume = TorchPool.consume
+    read = PlanStep.read
 
-    def broken(pool: TorchPool, step: PlanStep) -> None:
+    def broken(step: PlanStep) -> list[np.ndarray]:
         step.outputs[NOT_FINITE][place] = torch.nan
-        consume(pool, step)
+        return read(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchPool, "consume", broken)
+        patch.setattr(PlanStep, "read", broken)
         yield
 
 
