@@ -165,9 +165,8 @@ def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Pl
 
             engine.pool.tables = faulty
             return
-        session = engine._sessions[mode]
+        session = engine._session
         put = session.put
-        # one session may serve both modes
         session.put = lambda given, values: put(given, edited(values) if given == name and run().mode == mode else values)
 
     return Plant(apply)
@@ -178,7 +177,7 @@ def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
     wanted = {f"{name}_pool" for name in arrays.split()}
 
     def apply(engine: Any) -> None:
-        current, session = steps(engine), engine._sessions["decode"]
+        current, session = steps(engine), engine._session
         run = session.run
 
         def faulty() -> None:

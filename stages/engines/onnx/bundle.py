@@ -6,7 +6,8 @@ from stages.engines.onnx.config import ComputeDType
 from stages.policies.policy import KVShape
 
 BACKEND = "onnxruntime"
-GRAPHS = ("prefill.onnx", "decode.onnx")
+GRAPH = "model.onnx"
+"""The graph of prefill and decode steps."""
 WEIGHTS_FILE = "weights.bin"
 SKELETON_NODE = "Attention"
 """Operator that replaces a layer's attention in the decoder skeleton."""

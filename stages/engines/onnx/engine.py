@@ -17,14 +17,14 @@ from stages.core.errors import MissingRequirement
 from stages.core.records import PREFILL_CHUNK
 from stages.engines.base import Mode, check_positive
 from stages.engines.bundle import open_bundle
-from stages.engines.onnx.bundle import BACKEND, NOT_FINITE, Bundle
+from stages.engines.onnx.bundle import BACKEND, GRAPH, NOT_FINITE, Bundle
 from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
 from stages.engines.onnx.native_rewrite import refusals, use_kernel
 from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.engine import PagedEngine
-from stages.engines.paged.pool import Array, PagedPool, Spans, saturated_product
+from stages.engines.paged.pool import PagedPool, Spans, saturated_product
 from stages.policies.arithmetic_onnx import NUMPY_FLOATS
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
 from stages.policies.scales import KVScales
@@ -124,33 +124,17 @@ def load_engine(
     return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
 
 
-def _sessions(
-    directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool
-) -> tuple[dict[Mode, GraphSession], str]:
-    info = bundle.model
-    paths: dict[Mode, Path] = {"prefill": directory / "prefill.onnx", "decode": directory / "decode.onnx"}
+def _open(directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool) -> tuple[GraphSession, str]:
+    """Return the session of a bundle's graph, and the description of its attention."""
+    info, path = bundle.model, directory / GRAPH
     native_layers = info.layers - len(refusals(info, policy)) if native else 0
     if not native_layers:
-        return {mode: GraphSession(path, threads) for mode, path in paths.items()}, "graph"
+        return GraphSession(path, threads), "graph"
+    model = onnx.load(path, load_external_data=False)
+    use_kernel(model, info, policy)
+    widen_rows(model.graph)
     library = compiled_kernel(info.head_dim, info.q_heads // info.kv_heads)
-    graphs = {mode: onnx.load(path, load_external_data=False) for mode, path in paths.items()}
-    for mode, model in graphs.items():
-        use_kernel(model, info, policy, mode)
-        widen_rows(model.graph)
-    attention = f"native in {native_layers} of {info.layers} layers"
-    prefill = GraphSession(paths["prefill"], threads, model=graphs["prefill"], library=library)
-    if _differ_only_in_shapes(*graphs.values()):  # one session can run both graphs, with one copy of the weights
-        return {"prefill": prefill, "decode": prefill}, attention
-    decode = GraphSession(paths["decode"], threads, model=graphs["decode"], library=library)
-    return {"prefill": prefill, "decode": decode}, attention
-
-
-def _differ_only_in_shapes(model: onnx.ModelProto, other: onnx.ModelProto) -> bool:
-    return (
-        list(model.graph.node) == list(other.graph.node)
-        and list(model.graph.initializer) == list(other.graph.initializer)
-        and list(model.functions) == list(other.functions)
-    )
+    return GraphSession(path, threads, model=model, library=library), f"native in {native_layers} of {info.layers} layers"
 
 
 class OnnxEngine(PagedEngine):
@@ -170,17 +154,14 @@ class OnnxEngine(PagedEngine):
         super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
         self.threads = threads
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
-        self._sessions, self.attention = _sessions(directory, bundle, pool.policy, threads, native=native)
-        self._bound: dict[GraphSession, Spans] = {}
-        """Spans of the pool's arrays that are bound to inputs, by session."""
-        self._new: dict[GraphSession, tuple[tuple[int, int], dict[str, Array]]] = {}
-        """(batch size, tokens) of the last step, and its arrays for new codes and scales, by session."""
-        for session in set(self._sessions.values()):
-            for name, values in self._constants.items():
-                session.bind_input(name, values)
+        self._session, self.attention = _open(directory, bundle, pool.policy, threads, native=native)
+        self._bound: Spans | None = None
+        """Spans of the pool's arrays that are bound to inputs."""
+        for name, values in self._constants.items():
+            self._session.bind_input(name, values)
 
-    def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        session = self._sessions[mode]
+    def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:  # noqa: ARG002
+        session = self._session
         batch, tokens = ids.shape
         tables, spans = self.pool.view(handles)
         starts = np.array([self.pool.length(handle) for handle in handles], np.int64)
@@ -188,17 +169,14 @@ class OnnxEngine(PagedEngine):
         inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, tokens - 1), **tables}
         for name, values in inputs.items():
             session.put(name, values)
-        if self._bound.get(session) != spans:
+        if self._bound != spans:
             for name in self.pool.arrays:
                 session.bind_input(name, self.pool.array_view(name, spans))
-            self._bound[session] = spans
-        shape, new = self._new.get(session, (None, dict[str, Array]()))
-        if shape != (batch, tokens):
-            new = {
-                name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)
-                for name, array in self.pool.arrays.items()
-            }
-            self._new[session] = (batch, tokens), new
+            self._bound = spans
+        new = {
+            name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)
+            for name, array in self.pool.arrays.items()
+        }
         logits = session.output("logits", (batch, self.vocab_size), self._float)
         sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
         session.shrinks = tokens > PAGE_TOKENS  # a prompt of at most a page needs no more memory than a batch's decode step

@@ -21,7 +21,6 @@ from itertools import pairwise
 
 import onnx
 
-from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec, read_scores, read_values
 from stages.policies.arithmetic_onnx import Body
@@ -35,12 +34,11 @@ INT32 = onnx.TensorProto.INT32
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention in one graph of a bundle."""
+    """One layer's attention in the graph of a bundle."""
 
     info: ModelInfo
     policy: KVPolicy
     layer: int
-    mode: Mode
 
     @property
     def window(self) -> int | None:
@@ -110,12 +108,8 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
         out = body.op("Add", out, body.op("MatMul", pieces[-2], _exact_rows(body, "value_exact")))
     for (codec, index), piece in zip(values, pieces, strict=False):
         out = body.op("Add", out, read_values(body, codec, piece, index))
-    out = body.to_activations(out)
-    if spec.mode == "decode":
-        body.op("Reshape", out, body.ints([0, 1, info.q_heads, dim]), out="attended")
-    else:
-        split = body.op("Reshape", out, _shape(body, 0, info.q_heads, "S", dim))
-        body.op("Transpose", split, perm=[0, 2, 1, 3], out="attended")
+    split = body.op("Reshape", body.to_activations(out), _shape(body, 0, info.q_heads, "S", dim))
+    body.op("Transpose", split, perm=[0, 2, 1, 3], out="attended")
     return body.function("PagedAttention", spec.layer, spec.inputs, ["attended"])
 
 
@@ -157,12 +151,10 @@ def _positions_of(body: Body, pages: str) -> str:
 
 
 def _first_positions(body: Body, spec: AttentionSpec) -> str | None:
-    """Return the first position that a row attends to, int32 (B, 1, 1, 1) or (B, 1, R, 1); None without a sliding window."""
+    """Return the first position that a row attends to, int32 (B, 1, R, 1); None without a sliding window."""
     if spec.window is None:
         return None
     first = body.op("Sub", _per_sequence(body, "lengths"), body.const(spec.window - 1, "int32"))
-    if spec.mode == "decode":
-        return first
     steps = body.op("Tile", _steps(body, _new_tokens(body)), body.ints([spec.group]))
     return body.op("Add", first, body.reshape(steps, 1, 1, -1, 1))
 
@@ -234,8 +226,6 @@ def _exact_rows(body: Body, name: str) -> str:
 def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, masked: str) -> str:
     """Return the scores among the new tokens, (B, H, R, S), causal and within the layer's window."""
     scores = _softcap(body, spec, _dot_products(body, q, key))
-    if spec.mode == "decode":
-        return scores
     steps = _steps(body, _new_tokens(body))
     rows = body.op("Unsqueeze", steps, body.ints([1]))
     causal = body.op("LessOrEqual", steps, rows)

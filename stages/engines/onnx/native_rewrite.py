@@ -11,8 +11,7 @@ import onnx
 from onnx import helper
 
 from stages.core.errors import UserError
-from stages.engines.base import Mode
-from stages.engines.onnx.bundle import ModelInfo
+from stages.engines.onnx.bundle import GRAPH, ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec
 from stages.policies.arithmetic_onnx import FLOAT_TYPES, NUMPY_FLOATS, layer_function
@@ -34,11 +33,11 @@ ABSENT = -1
 
 def refusals(info: ModelInfo, policy: KVPolicy) -> dict[int, str]:
     """Return layer -> reason for the layers that the kernel does not support."""
-    specs = (AttentionSpec(info, policy, layer, "decode") for layer in range(info.layers))
+    specs = (AttentionSpec(info, policy, layer) for layer in range(info.layers))
     return {spec.layer: reason for spec in specs if (reason := _refusal(spec)) is not None}
 
 
-def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode) -> None:
+def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy) -> None:
     """Replace attention by the kernel's operator in every layer that the kernel supports, in place.
 
     Raises UserError if the graph does not match the model and policy.
@@ -46,23 +45,23 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
     refused = refusals(info, policy)
     if NATIVE_DOMAIN.encode() in model.SerializeToString():
         # The kernel trusts the attributes of its operators, so only this function may write them.
-        raise UserError(f"{mode}.onnx: holds a node of the reserved domain {NATIVE_DOMAIN}; build the engine again")
+        raise UserError(f"{GRAPH}: holds a node of the reserved domain {NATIVE_DOMAIN}; build the engine again")
     nodes = {node.op_type: node for node in model.graph.node if node.domain == ONNX_DOMAIN}
     bodies = {body.name: body for body in model.functions}
     for layer in range(info.layers):
         if layer in refused:
             continue
         function = layer_function("PagedAttention", layer)
-        spec = AttentionSpec(info, policy, layer, mode)
+        spec = AttentionSpec(info, policy, layer)
         node, body = nodes.get(function), bodies.get(function)
         if node is None or body is None or len(node.input) != len(spec.inputs) or len(node.output) != 1:
-            raise UserError(f"{mode}.onnx: {function} is not the attention of the bundle's policy: build the engine again")
+            raise UserError(f"{GRAPH}: {function} is not the attention of the bundle's policy: build the engine again")
         (result,) = node.output
         fields = attributes(spec)
         name = OPERATORS[info.compute_dtype]
         node.CopyFrom(helper.make_node(name, list(node.input), [result], name=node.name, domain=NATIVE_DOMAIN, **fields))
         model.functions.remove(body)
-        dims: list[int | str] = ["B", 1 if mode == "decode" else "S", info.q_heads, info.head_dim]
+        dims: list[int | str] = ["B", "S", info.q_heads, info.head_dim]
         model.graph.value_info.append(helper.make_tensor_value_info(result, FLOAT_TYPES[info.compute_dtype], dims))
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
 

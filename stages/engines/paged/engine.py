@@ -1,4 +1,4 @@
-"""The base class of all engines that run prefill and decode graphs over a paged pool.
+"""The base class of all engines that run graphs over a paged pool.
 
 If the pool is full, the youngest request is preempted: it loses its pages and is computed again later. Its prompt is prefilled
 again, and its answer's tokens are decoded again one by one. Prefilling these would give other logits, because a prefill attends

@@ -1,6 +1,6 @@
-"""Builds a bundle of TensorRT plans from the graphs of an ONNX bundle.
+"""Builds a bundle of TensorRT plans, one for prefill and one for decode steps, from the graph of an ONNX bundle.
 
-plugin.py changes the graphs for backend=tensorrt. It is a separate module, so that the keys of TensorRT for RTX's plans do not
+plugin.py changes the graph for backend=tensorrt. It is a separate module, so that the keys of TensorRT for RTX's plans do not
 contain the plugin's code.
 """
 
@@ -18,8 +18,8 @@ from stages.core.files import link_or_copy
 from stages.core.records import Progress
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, begin_bundle, open_bundle, write_bundle
-from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle, ModelInfo
-from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, weights_to_inputs
+from stages.engines.onnx.bundle import BACKEND, GRAPH, WEIGHTS_FILE, Bundle, ModelInfo
+from stages.engines.tensorrt.bundle import PLANS, GraphTensor, PlanRecord, Weight, one_token, weights_to_inputs
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.shapes import PlanLimits, Range
 from stages.policies.policy import POLICY_FILE, KVPolicy
@@ -128,11 +128,8 @@ def _last(lines: list[str]) -> str:
     return lines[-1] if lines else "no reason given"
 
 
-GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, PlanLimits], tuple[Mapping[Mode, Path], dict[int, str]]]
-"""Function of a bundle's graphs by mode, a folder, the model and the limits that writes changed graphs to the folder.
-
-It returns the new graphs, and the reason for each layer that keeps its function body instead of the plugin.
-"""
+GraphAdapter = Callable[[onnx.ModelProto, Mode, ModelInfo, PlanLimits], dict[int, str]]
+"""Function that changes a mode's graph in place, and returns the reason for each layer that keeps its function body."""
 
 
 def build_bundle(
@@ -153,21 +150,21 @@ def build_bundle(
     described, built, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
     assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"
     limits = PlanLimits(policy, max_batch, max_tokens)
-    graphs: Mapping[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Parsed] = {}
     native: dict[int, str] = {}
     weights: list[Weight] = []
     with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
-        if adapt is not None:
-            graphs, native = adapt(graphs, Path(scratch), described.model, limits)
-        for done, (mode, graph) in enumerate(graphs.items()):
-            progress("plans", done, len(graphs))
-            open_graph = Path(scratch, f"{mode}.onnx")
-            removed = _without_weights(graph, open_graph)
-            assert weights in ([], removed), "both graphs have the decoder's weights"
-            weights = removed
+        for done, mode in enumerate(PLANS):
+            progress("plans", done, len(PLANS))
+            model = onnx.load(onnx_bundle / GRAPH, load_external_data=False)
+            if mode == "decode":
+                one_token(model.graph)
+            if adapt is not None:
+                native = adapt(model, mode, described.model, limits)
+            weights = weights_to_inputs(model)
+            onnx.save(model, Path(scratch, f"{mode}.onnx"))
             try:
-                plans[mode] = parse(trt, open_graph)
+                plans[mode] = parse(trt, Path(scratch, f"{mode}.onnx"))
                 plan = build(plans[mode], limits.ranges(mode), targets)
                 (out / PLANS[mode]).write_bytes(plan)
             except GraphRefusal as refused:
@@ -189,10 +186,3 @@ def build_bundle(
         files={name: file_digest(out / name) for name in names},
     )
     write_bundle(out, record)
-
-
-def _without_weights(graph: Path, out: Path) -> list[Weight]:
-    model = onnx.load(graph, load_external_data=False)
-    weights = weights_to_inputs(model)
-    onnx.save(model, out)
-    return weights

@@ -72,6 +72,14 @@ class PlanRecord(Bundle):
         return PlanLimits(policy, self.max_batch, self.max_tokens)
 
 
+def one_token(graph: onnx.GraphProto) -> None:
+    """Fix the number of new tokens per sequence at 1, as in a decode step, in place."""
+    for value in [*graph.input, *graph.output]:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == "S":
+                dim.dim_value = 1
+
+
 def weights_to_inputs(model: onnx.ModelProto) -> list[Weight]:
     """Make a graph's external tensors inputs, in place, and return them.
 

@@ -5,7 +5,7 @@ the plan needs neither Python nor a plugin library to run.
 
 An ahead-of-time plugin can launch only one kernel. Attention over parts of sequences and the reduction of its partial results
 are therefore two plugins, connected by ordinary tensors. A third plugin computes the work list from the lengths, once for all
-layers of the decode graph. In the prefill graph, the plugin reads pages in place. (The function body gathers all pages, and
+layers of the decode plan. In the prefill plan, the plugin reads pages in place. (The function body gathers all pages, and
 widens the whole pool first if its type is FP8.) Layers with formats that the kernels do not support keep their function body.
 """
 
@@ -41,25 +41,14 @@ def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **argu
     build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **arguments)
 
 
-def insert_plugin(
-    graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: PlanLimits, *, sm: int
-) -> tuple[Mapping[Mode, Path], dict[int, str]]:
-    """Put the plugin into the layers that the kernels support, and write the graphs without weights to `folder`.
-
-    Return the new graphs, or `graphs` if the kernels support no layer; and layer -> reason for the unsupported layers.
-    """
+def insert_plugin(model: onnx.ModelProto, mode: Mode, info: ModelInfo, limits: PlanLimits, *, sm: int) -> dict[int, str]:
+    """Put the plugin into the layers that the kernels support, in place; return layer -> reason for the other layers."""
     layers = choose_layers(limits.policy, info.shape, info.q_heads)
-    native = {layer: str(refusal) for layer, refusal in layers.refusals.items()}
-    if not layers.layouts:
-        return graphs, native
-    register()
-    counts = default_counts(list(layers.layouts.values()), info, limits, sm)
-    outputs = {mode: folder / graph.name for mode, graph in graphs.items()}
-    for mode, graph in graphs.items():
-        model = onnx.load(graph, load_external_data=False)
+    if layers.layouts:
+        register()
+        counts = default_counts(list(layers.layouts.values()), info, limits, sm)
         use_plugin(model, info, limits.policy, mode, programs=counts[mode], sm=sm)
-        onnx.save(model, outputs[mode])
-    return outputs, native
+    return layers.refusals
 
 
 def register() -> None:
@@ -109,7 +98,7 @@ def use_plugin(
     for layer, layout in layers.layouts.items():
         # The kernels of several new tokens are compiled for the widest chunk.
         setting = Setting(layout, info.compute_dtype, sm, group, scaling, MAX_BLOCK_ROWS, splits)
-        node, names = _attention(model, info, policy, layer, mode)
+        node, names = _attention(model, info, policy, layer)
         names |= plan
         if decode and not any(call.name == PLAN.operation for call in model.graph.node):
             # The number of exact tokens is the policy's, so the work list is the same in every layer.
@@ -131,13 +120,11 @@ def use_plugin(
     return layers
 
 
-def _attention(
-    model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode
-) -> tuple[onnx.NodeProto, dict[str, str]]:
+def _attention(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, layer: int) -> tuple[onnx.NodeProto, dict[str, str]]:
     """Return a layer's attention node, and input name of its function -> tensor name in the graph."""
     function = layer_function("PagedAttention", layer)
     (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (ONNX_DOMAIN, function))
-    spec = AttentionSpec(info, policy, layer, mode)
+    spec = AttentionSpec(info, policy, layer)
     return node, dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
 
 

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from stages.engines.base import Mode
 from stages.engines.onnx.build import IR_VERSION, cache_inputs
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.config import ComputeDType
@@ -74,12 +73,7 @@ class AttentionCase:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.info, self.policy, 0, self.mode)
-
-    @property
-    def mode(self) -> Mode:
-        """Graph that this attention belongs to: decode for one new token, else prefill."""
-        return "decode" if self.tokens == 1 else "prefill"
+        return AttentionSpec(self.info, self.policy, 0)
 
     @property
     def info(self) -> ModelInfo:
@@ -115,7 +109,7 @@ class AttentionCase:
         model, library = self.graph(), None
         if native:
             library = compiled_kernel(self.heads.dim, self.heads.query // self.heads.kv)
-            use_kernel(model, self.info, self.policy, self.mode)
+            use_kernel(model, self.info, self.policy)
         return AttentionSession(self, GraphSession(Path("attention.onnx"), threads, model=model, library=library))
 
 

@@ -171,11 +171,11 @@ def test_a_graph_of_another_policy_or_kernel_is_refused() -> None:
     model = case.graph()
     model.graph.node[0].input.append("query")
     with pytest.raises(UserError, match="PagedAttention_0 is not the attention of the bundle's policy"):
-        use_kernel(model, case.info, case.policy, "decode")
+        use_kernel(model, case.info, case.policy)
     model = case.graph()
     model.functions[0].node[0].domain = "kvgate.native"
     with pytest.raises(UserError, match=r"holds a node of the reserved domain kvgate\.native"):
-        use_kernel(model, case.info, case.policy, "decode")
+        use_kernel(model, case.info, case.policy)
 
 
 # ---- the compiler ----
@@ -219,7 +219,7 @@ def test_a_failing_compiler_is_named_with_its_reason(own_cache: Path, monkeypatc
 def test_a_library_that_cannot_be_loaded_is_named_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "kernel.so").write_text("on a file system without programs, as with the option noexec")
     with pytest.raises(MissingRequirement, match=r"kernel\.so cannot be loaded \(.+\): .* XDG_CACHE_HOME"):
-        GraphSession(tmp_path / "decode.onnx", 1, library=tmp_path / "kernel.so")
+        GraphSession(tmp_path / "model.onnx", 1, library=tmp_path / "kernel.so")
 
 
 def test_a_library_is_compiled_once_for_its_heads_and_flags(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from stages.core.digest import file_digest
 from stages.core.errors import UserError
 from stages.engines.interface import Continuation, Engine, Logits
 from stages.engines.onnx.build import IR_VERSION
+from stages.engines.onnx.bundle import GRAPH
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.weights import store_weights
 from stages.engines.reference.engine import load_engine as load_reference_engine
@@ -37,7 +38,7 @@ from stages.policies.policy import KVShape
 
 def load_with_bad_weights(bundle: Path, shape: tuple[int, int], number: int, row: int, by: float = np.nan) -> OnnxEngine:
     """Return an engine with `by` in one row of the `number`-th weight matrix of a shape, in the checkpoint's order."""
-    tensors = onnx.load(bundle / "decode.onnx", load_external_data=False).graph.initializer
+    tensors = onnx.load(bundle / GRAPH, load_external_data=False).graph.initializer
     places = [int({entry.key: entry.value for entry in tensor.external_data}["offset"])
               for tensor in tensors if tuple(tensor.dims) == shape]  # fmt: skip
     weights = bytearray((bundle / "weights.bin").read_bytes())
@@ -106,7 +107,7 @@ def test_16_bit_weights_stay_16_bit_without_changing_results(tmp_path: Path) -> 
 
 def test_an_altered_or_missing_file_is_refused_by_name(decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["fp8"])
-    for name in ("decode.onnx", "prefill.onnx", "weights.bin", "kv_policy.json", "kv_scales.json"):
+    for name in (GRAPH, "weights.bin", "kv_policy.json", "kv_scales.json"):
         sound = (bundle / name).read_bytes()
         altered = bytearray(sound)
         altered[len(sound) // 2] ^= 1
@@ -122,7 +123,7 @@ def test_an_altered_or_missing_file_is_refused_by_name(decoder: Path, tmp_path: 
 def test_a_graphs_digest_depends_on_the_policy_not_the_place(decoder: Path, tmp_path: Path) -> None:
     shutil.copytree(decoder, tmp_path / "copy")
     digests = [
-        file_digest(make_bundle(source, tmp_path / name, BY_NAME[policy]) / "decode.onnx")
+        file_digest(make_bundle(source, tmp_path / name, BY_NAME[policy]) / GRAPH)
         for name, source, policy in (("a", decoder, "fp8"), ("b", tmp_path / "copy", "fp8"), ("c", decoder, "fp8_uncalibrated"))
     ]
     assert digests[0] == digests[1]

@@ -13,7 +13,7 @@ from helpers.tensorrt.fake import LIBRARY, FakeCudaEngine, FakeDevice, make_plan
 from stages.core.errors import UserError
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
-from stages.engines.onnx.bundle import NOT_FINITE
+from stages.engines.onnx.bundle import GRAPH, NOT_FINITE
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
@@ -37,7 +37,7 @@ class Pair:
 
     def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeCudaEngine]]:
         device = FakeDevice()
-        engines = {mode: FakeCudaEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode, self.policy) for mode in PLANS}
+        engines = {mode: FakeCudaEngine(self.onnx_bundle / GRAPH, self.record, mode, self.policy) for mode in PLANS}
         arguments = self.plans, self.record, self.policy, self.scales, engines, LIBRARY, device
         return PlanEngine(*arguments, cuda_graphs=cuda_graphs), device, engines
 

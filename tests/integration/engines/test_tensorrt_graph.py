@@ -17,11 +17,11 @@ from plugins.kv_attention import launch
 from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
-from stages.engines.onnx.bundle import BACKEND, WEIGHTS_FILE, Bundle
+from stages.engines.onnx.bundle import BACKEND, GRAPH, WEIGHTS_FILE, Bundle
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.paged.kernel_layout import KernelLayers
-from stages.engines.tensorrt.bundle import PLANS
+from stages.engines.tensorrt.bundle import one_token
 from stages.engines.tensorrt.plugin import insert_plugin, use_plugin
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.arithmetic_onnx import FLOAT_TYPES
@@ -57,7 +57,8 @@ class PluginGraphs:
 
 def make_plugin_graphs(onnx_bundle: Path, policy: KVPolicy) -> PluginGraphs:
     described, _, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
-    model, prefill = (onnx.load(onnx_bundle / f"{mode}.onnx", load_external_data=False) for mode in PLANS)
+    model, prefill = (onnx.load(onnx_bundle / GRAPH, load_external_data=False) for _ in range(2))
+    one_token(model.graph)
     layers = use_plugin(model, described.model, policy, "decode", programs=COUNT, sm=SM)
     assert use_plugin(prefill, described.model, policy, "prefill", programs=COUNT, sm=SM) == layers
     return PluginGraphs(onnx_bundle, described, model, prefill, layers, PlanLimits(policy, 4, 512))
@@ -69,13 +70,12 @@ def run_attention(plugin_graphs: PluginGraphs, folder: Path, tokens: int = 1) ->
     Returns the graph's inputs, and the queries, keys, values and results of its attention nodes, by tensor name.
     """
     info = plugin_graphs.bundle.model
-    mode = "decode" if tokens == 1 else "prefill"
-    model = onnx.load(plugin_graphs.onnx_bundle / f"{mode}.onnx", load_external_data=False)
+    model = onnx.load(plugin_graphs.onnx_bundle / GRAPH, load_external_data=False)
     kind = FLOAT_TYPES[info.compute_dtype]
     nodes = [node for node in model.graph.node if node.op_type.startswith("PagedAttention_")]
     names = list(dict.fromkeys(name for node in nodes for name in (*node.input[:3], *node.output)))
     model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
-    graph = folder / f"exposed_{mode}_{info.compute_dtype}.onnx"
+    graph = folder / "exposed.onnx"
     onnx.save(model, graph)
     (folder / WEIGHTS_FILE).hardlink_to(plugin_graphs.onnx_bundle / WEIGHTS_FILE)
     session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
@@ -174,19 +174,19 @@ def test_the_plugin_gets_the_inputs_of_the_replaced_function(
         assert scaled_error > 5 * tolerance  # a wrong scaling would be noticed
 
 
-def test_layers_without_the_plugin_have_a_reason(
-    graphs: dict[str, PluginGraphs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_without_the_plugin_have_a_reason(graphs: dict[str, PluginGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda *_: None)
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
     plugin_graphs = graphs["aged"]
-    onnx_graphs: dict[Mode, Path] = {mode: plugin_graphs.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
-    outputs, native = insert_plugin(onnx_graphs, tmp_path, plugin_graphs.bundle.model, plugin_graphs.limits, sm=SM)
-    assert native == {1: INT4_KEYS}
-    without = replace(plugin_graphs.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
-    assert insert_plugin(onnx_graphs, tmp_path, plugin_graphs.bundle.model, without, sm=SM)[0] is onnx_graphs
-    for mode, operation in (("decode", "decode_partial"), ("prefill", "context_partial")):
-        model = onnx.load(outputs[mode], load_external_data=False)  # type: ignore[index]
+    operations: dict[Mode, str] = {"decode": "decode_partial", "prefill": "context_partial"}
+    for mode, operation in operations.items():
+        model = onnx.load(plugin_graphs.onnx_bundle / GRAPH, load_external_data=False)
+        before = model.SerializeToString()
+        without = replace(plugin_graphs.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
+        insert_plugin(model, mode, plugin_graphs.bundle.model, without, sm=SM)
+        assert model.SerializeToString() == before
+        native = insert_plugin(model, mode, plugin_graphs.bundle.model, plugin_graphs.limits, sm=SM)
+        assert native == {1: INT4_KEYS}
         operators = {node.op_type for node in model.graph.node}
         assert {f"{operation}_kstatic_vdynamic_exact", "PagedAttention_1"} <= operators
         assert "PagedAttention_0" not in operators

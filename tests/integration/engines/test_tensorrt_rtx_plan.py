@@ -12,12 +12,12 @@ from helpers.tensorrt.fake import computed_with, make_plans
 from onnx import external_data_helper
 
 from stages.core.errors import MissingRequirement, UserError
-from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
+from stages.engines.onnx.bundle import GRAPH
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.tensorrt.build import GraphRefusal, build, parse
-from stages.engines.tensorrt.bundle import PlanRecord, load_weights
+from stages.engines.tensorrt.bundle import PlanRecord, load_weights, one_token
 from stages.engines.tensorrt.engine import load_engine
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.shapes import PlanLimits
@@ -64,14 +64,14 @@ def plans(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("dtype", "mode"), [("float32", "decode"), ("float16", "prefill")])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_shipped_policy_parses_into_a_network(
-    dtype: ComputeDType, mode: Mode, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    dtype: ComputeDType, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for policy in TAKEN[::STRIDE]:
         bundle = make_bundle(shared_decoder(tmp_path_factory, dtype), tmp_path / policy.name, policy)
-        parsed = parse(load("tensorrt_rtx"), bundle / f"{mode}.onnx")
-        graph = onnx.load(bundle / f"{mode}.onnx", load_external_data=False).graph
+        parsed = parse(load("tensorrt_rtx"), bundle / GRAPH)
+        graph = onnx.load(bundle / GRAPH, load_external_data=False).graph
         assert {t.name for t in parsed.inputs} == {value.name for value in graph.input}, policy.name
         assert {t.name for t in parsed.outputs} == {value.name for value in graph.output}, policy.name
 
@@ -82,6 +82,9 @@ def test_every_shipped_policy_parses_into_a_network(
 )
 def test_the_formats_of_every_shipped_policy_build_into_a_plan(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", policy)
+    model = onnx.load(bundle / GRAPH, load_external_data=False)
+    one_token(model.graph)
+    onnx.save(model, bundle / "decode.onnx")
     parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
     plan = build(parsed, PlanLimits(policy, 4, 512).ranges("decode"), [89])
     assert len(plan) > (bundle / "weights.bin").stat().st_size
@@ -119,8 +122,8 @@ def test_the_bundle_names_its_sources_target_and_library(plans: tuple[Path, Path
 def test_the_plans_hold_no_weights_which_are_inputs_of_both(plans: tuple[Path, Path]) -> None:
     onnx_bundle, out = plans
     record, _, _ = open_bundle(out, PlanRecord, "tensorrt_rtx")
-    model = onnx.load(onnx_bundle / "decode.onnx")
-    external = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False).graph
+    model = onnx.load(onnx_bundle / GRAPH)
+    external = onnx.load(onnx_bundle / GRAPH, load_external_data=False).graph
     inline = [t for t in external.initializer if not external_data_helper.uses_external_data(t)]
     names = computed_with(model).keys() - {tensor.name for tensor in inline}
     expected = {name: values for name, values in computed_with(model).items() if name in names}

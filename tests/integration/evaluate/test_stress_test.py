@@ -111,7 +111,7 @@ def test_an_engine_that_rounds_queries_is_allowed_another_code_of_a_query(model:
 def logits_of_another_leak(engine: Any) -> None:
     """In every 20th step, let a head of one layer read a thousandth of another request's value in a channel of a token."""
     steps = 0
-    session = engine._sessions["decode"]
+    session = engine._session
     run, tables = session.run, engine.pool.tables
     live: list[int] = []
 

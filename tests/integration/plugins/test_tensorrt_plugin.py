@@ -185,7 +185,7 @@ def test_attention_has_the_work_list_and_the_functions_inputs(name: str, sinks: 
         compute_dtype="float16", layers=1, q_heads=8, kv_heads=2, head_dim=128, vocab_size=1, max_position_embeddings=1,
         weights_sha256="", scaling=SCALING,
     )  # fmt: skip
-    spec = AttentionSpec(info, policy, layer=0, mode="decode")
+    spec = AttentionSpec(info, policy, layer=0)
     (layout,) = check_kernels(policy, info.shape, q_heads=8)
     node = node_of("decode_partial", layout)
     specs = input_specs(node, Setting(layout, "float16", group=4))
