@@ -74,9 +74,9 @@ def check_positive(**options: int) -> None:
             raise UserError(f"{name} must be at least 1, got {value}")
 
 
-def not_finite(side: str, layer: int, token: int, sequence: str) -> UserError:
-    """Return the error for a key or value that is NaN or exceeds float16's range."""
+def not_finite(layer: int, side: int) -> UserError:
+    """Return the error for a key (side 0) or value (side 1) that is NaN or exceeds float16's range."""
     return UserError(
-        f"model.path: {side} of layer {layer}, token {token} of {sequence} is not finite as a float16: check the checkpoint "
-        "for NaN, infinite or very large weights"
+        f"model.path: a {('key', 'value')[side]} of layer {layer} is not finite as a float16: check the checkpoint for NaN, "
+        "infinite or very large weights"
     )

@@ -84,7 +84,7 @@ def test_each_head_keeps_its_sinks_heavy_hitters_and_latest_tokens(name: str, si
     storages = layer_storages(policy, SHAPE, static_scales(policy, SHAPE))[0]
     ends = np.cumsum(chunks).tolist()
     spans = [Span(end - count, end, end - count if count > 1 else None) for count, end in zip(chunks, ends, strict=True)]
-    view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans, "the sequence")
+    view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans)
     out = view.attend(0, q, key, value, LayerAttention())
     expected, kept = attend_by_definition(storages, q, key, value, chunks, sinks)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

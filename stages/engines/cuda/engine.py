@@ -12,7 +12,7 @@ from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP, check_positive
 from stages.engines.cuda.cache import KernelCache
-from stages.engines.cuda.passes import DecodePass, PrefillPass, refuse_not_finite
+from stages.engines.cuda.passes import DecodePass, PrefillPass, check_finite
 from stages.engines.gpu import resolve_device
 from stages.engines.interface import Continuation, Engine, Logits
 from stages.engines.paged.kernel_layout import check_kernels
@@ -115,7 +115,7 @@ class KernelEngine(Engine):
         step.run()
         logits, finite = step.read()
         batch = len(sequences)
-        refuse_not_finite(finite[..., :batch], [(handle, self.cache.length(handle)) for handle in sequences])
+        check_finite(finite[..., :batch])
         self.cache.advance(sequences)
         return logits[:batch]
 

@@ -199,10 +199,7 @@ class PrefillPass:
         stored = torch.where(finite.all(), positions, -1)
         self.cache.append(self.keys, self.values, tensors["pages"], stored, tensors["row_slots"])
         rows, flags = StepResults(logits, finite).read()
-        starts = [(handle, self.cache.length(handle), chunk) for handle, chunk in self.chunks]
-        refuse_not_finite(
-            self.cache.by_layer(flags), [(handle, start + n) for handle, start, chunk in starts for n in range(len(chunk))]
-        )
+        check_finite(self.cache.by_layer(flags))
         for handle, chunk in self.chunks:
             self.cache.advance([handle], len(chunk))
         return rows.astype(np.float32, copy=False)
@@ -265,12 +262,8 @@ def finite_as_float16(keys: Tensor, values: Tensor) -> Tensor:
     return torch.stack([torch.isfinite(x.half()).flatten(2).all(-1) for x in (keys, values)], 1)
 
 
-def refuse_not_finite(finite: npt.NDArray[np.bool_], rows: Sequence[tuple[int, int]]) -> None:
-    """Raise UserError for the first false row of `finite` (L, 2, n). `rows`: (sequence, position) by row.
-
-    The lowest layer is reported, because its infinite or NaN values spread to all higher layers.
-    """
+def check_finite(finite: npt.NDArray[Any]) -> None:
+    """Raise UserError if any of `finite` (L, 2, n) is false, for the lowest layer, whose NaN spreads to all higher layers."""
     if not finite.all():
-        layer, side, row = (int(i) for i in np.argwhere(~finite)[0])
-        handle, position = rows[row]
-        raise not_finite(("key", "value")[side], layer, position, f"sequence {handle}")
+        layer, side, _ = np.argwhere(~finite)[0].tolist()
+        raise not_finite(layer, side)

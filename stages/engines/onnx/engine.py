@@ -181,7 +181,6 @@ class OnnxEngine(PagedEngine):
         sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
         session.shrinks = tokens > PAGE_TOKENS  # a prompt of at most a page needs no more memory than a batch's decode step
         session.run()
-        if sums.any():
-            self._refuse(sums, handles)
+        self._check_finite(sums)
         self.pool.append(handles, new | {name: saturated_product(new[name], factor) for name, factor in self._faults.items()})
         return logits.astype(np.float32)

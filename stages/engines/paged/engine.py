@@ -221,9 +221,8 @@ class PagedEngine(ChunkedEngine):
                         self.pool.scale_array(target, factor)
                         self._faults[target] = self._faults.get(target, 1.0) * factor
 
-    def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
-        """Raise UserError for the first value that is not finite, in the lowest layer, since it spreads to higher layers."""
-        head, token, row = (int(i) for i in min((h, s, b) for b, h, s, _ in np.argwhere(sums != 0).tolist()))
-        layer, side = divmod(head // self.shape.kv_heads, 2)
-        handle = handles[row]
-        raise not_finite(("key", "value")[side], layer, self.pool.length(handle) + token, f"sequence {handle}")
+    def _check_finite(self, sums: npt.NDArray[np.floating]) -> None:
+        """Raise UserError if the graph's check found a key or value that is not finite, for the lowest layer that has one."""
+        if sums.any():
+            head = int(np.argwhere(sums != 0)[:, 1].min())
+            raise not_finite(*divmod(head // self.shape.kv_heads, 2))

@@ -198,25 +198,21 @@ class BlockView(ABC):
 class FiniteCheck:
     """A deferred check that a sequence's new keys and values are finite as float16.
 
-    Results are collected by layer and checked once after all layers, so that the host waits for a GPU only once.
+    Results are collected layer by layer and checked once after all layers, so that the host waits for a GPU only once.
     """
 
-    def __init__(self, sequence: str, first_row: int) -> None:
-        self.sequence, self.first_row = sequence, first_row
-        self._layers: list[int] = []
+    def __init__(self) -> None:
         self._fits: list[Tensor] = []
-        """Results (2, S) by layer: keys, then values."""
+        """Results (2) by layer: keys, then values."""
 
-    def record(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Record whether a layer's new keys and values (H, S, D) are finite."""
-        self._layers.append(layer)
-        self._fits.append(torch.stack([torch.isfinite(x.half()).all(-1).all(0) for x in (key, value)]))
+    def record(self, key: Tensor, value: Tensor) -> None:
+        """Record whether the next layer's new keys and values are finite."""
+        self._fits.append(torch.stack([torch.isfinite(x.half()).all() for x in (key, value)]))
 
     def check(self) -> None:
         misfits = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
         if misfits:
-            index, side, row = misfits[0]
-            raise not_finite(("key", "value")[side], self._layers[index], self.first_row + row, self.sequence)
+            raise not_finite(*misfits[0])
 
 
 def plan_blocks(

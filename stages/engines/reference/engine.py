@@ -98,8 +98,8 @@ class TorchEngine(ChunkedEngine):
     def _view(self, handle: int, span: Span) -> CachedView | HeavyView:
         caches: Any = self.sequences[handle]
         if self._keeps_heavy:
-            return HeavyView(caches, [span], f"sequence {handle}")
-        return CachedView(self.policy, self.storages, self._plan([span]), caches, f"sequence {handle}")
+            return HeavyView(caches, [span])
+        return CachedView(self.policy, self.storages, self._plan([span]), caches)
 
     @torch.inference_mode()
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
@@ -134,8 +134,8 @@ class TorchEngine(ChunkedEngine):
 
     def _one_pass_view(self, spans: Sequence[Span]) -> View:
         if self._keeps_heavy:
-            return HeavyView(self._heavy_caches(), spans, "the sequence")
-        return OnePassView(self.policy, self.storages, self._plan(spans), finite=FiniteCheck("the sequence", 0))
+            return HeavyView(self._heavy_caches(), spans)
+        return OnePassView(self.policy, self.storages, self._plan(spans), finite=FiniteCheck())
 
     @torch.inference_mode()
     def replay(

@@ -99,18 +99,18 @@ class HeavyView:
     Only `store` replaces the caches, so a refused token changes nothing.
     """
 
-    def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> None:
+    def __init__(self, caches: list[HeavyCache], spans: Sequence[Span]) -> None:
         """Create a view of the tokens in consecutive `spans`, which follow the cached tokens."""
         self.caches = caches
         self.first_row = spans[0].begin
-        self.finite = FiniteCheck(sequence, self.first_row)
+        self.finite = FiniteCheck()
         assert not any(span.itself for span in spans), "engines that read their own tokens from the cache evict nothing"
         self.chunks = [chunk for span in spans for chunk in _chunks(span)]
         self.after: list[HeavyCache] = []
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         assert options.window is None, "eviction is refused for models with sliding windows"
-        self.finite.record(layer, key, value)
+        self.finite.record(key, value)
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)

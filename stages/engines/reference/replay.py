@@ -109,7 +109,7 @@ class OnePassView(BlockView):
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
         if self.finite is not None:
-            self.finite.record(layer, key, value)
+            self.finite.record(key, value)
         self.errors.append({})
         self.computed.clear()
         self.layer = self._join(layer, key, value)
@@ -162,14 +162,9 @@ class CachedView(OnePassView):
     """New tokens of a sequence whose earlier tokens are in the cache."""
 
     def __init__(
-        self,
-        policy: KVPolicy,
-        storages: Sequence[LayerStorage],
-        blocks: Sequence[Block],
-        caches: list[LayerCache],
-        sequence: str,
+        self, policy: KVPolicy, storages: Sequence[LayerStorage], blocks: Sequence[Block], caches: list[LayerCache]
     ) -> None:
-        super().__init__(policy, storages, blocks, finite=FiniteCheck(sequence, caches[0].length))
+        super().__init__(policy, storages, blocks, finite=FiniteCheck())
         self.caches, self.first_row = caches, caches[0].length
         self.after: list[LayerCache] = []
 

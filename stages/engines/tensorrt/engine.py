@@ -125,8 +125,7 @@ class PlanEngine(PagedEngine):
             step.upload()
             step.run()
             logits, sums = (rows[:batch].astype(np.float32) for rows in step.read())  # copies: the next step overwrites them
-            if sums[:, :, :columns].any():
-                self._refuse(sums[:, :, :columns], handles)
+            self._check_finite(sums[:, :, :columns])
             self.pool.store(handles, columns, step.families, self._faults)
         return logits
 

@@ -140,8 +140,7 @@ def test_non_finite_keys_are_refused_and_everything_is_released(place: int, make
     embeddings[7] = torch.nan
     engine.model.model.embed_tokens.weight = torch.nn.Parameter(embeddings)  # unties the embedding from the output matrix
     broken = [[*prompt, 7] if i == place else prompt for i, prompt in enumerate(prompts)]
-    message = rf"key of layer 0, token {LENGTHS[place]} of sequence {place} is not finite as a float16"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="a key of layer 0 is not finite as a float16"):
         engine.generate(broken, LIMITS, (), max_sequences=2)
     assert engine.memory().live_tokens == 0
     assert engine.cache.pages.used_count == engine.cache.buffers.used_count == 0
@@ -156,7 +155,7 @@ def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, make:
     before = [tensor.clone() for tensor in tensors]
     with torch.no_grad():
         engine.model.model.embed_tokens.weight[7] = torch.nan
-    refused = pytest.raises(UserError, match=rf"key of layer 0, token 1 of sequence {handles[2]} is not finite")
+    refused = pytest.raises(UserError, match="a key of layer 0 is not finite")
     with refused if token == 7 else nullcontext():
         engine.decode(handles, [4, 5, token])
     assert all(map(torch.equal, before, tensors)) is (token == 7)

@@ -157,22 +157,21 @@ def test_a_non_finite_value_is_refused_and_not_stored(texts: list[list[int]]) ->
     engine = make_reference(broken, BY_NAME["int4"], SHAPE)
     sound = [token for token in texts[5] if token != 7]
     handles, _ = engine.prefill([sound[:60], sound[60:90]])
-    message = r"model\.path: key of layer 0, token 30 of sequence 1 is not finite"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"model\.path: a key of layer 0 is not finite"):
         engine.decode(handles, [1, 7])
     assert engine.memory().live_tokens == 90
     after = engine.decode(handles[:1], [1])
     np.testing.assert_array_equal(after, forced(engine, [[*sound[:60], 1]], 1)[1])
-    with pytest.raises(ValueError, match=r"token 2 of sequence \d+ is not finite"):
+    with pytest.raises(ValueError, match="a key of layer 0 is not finite"):
         engine.prefill([[1, 2], [3, 4, 7, 5]])
     assert engine.memory().live_tokens == 91
-    with pytest.raises(ValueError, match=r"key of layer 0, token 60 of the sequence is not finite"):
+    with pytest.raises(ValueError, match="a key of layer 0 is not finite"):
         engine.forced([*sound[:60], 7, 3], 30)
 
     with torch.no_grad():
         broken.model.embed_tokens.weight[7] = 0.0
         broken.model.layers[1].self_attn.v_proj.weight[70] = torch.inf
-    with pytest.raises(ValueError, match=r"value of layer 1, token 0 of sequence \d+ is not finite"):
+    with pytest.raises(ValueError, match="a value of layer 1 is not finite"):
         engine.prefill([sound[:5]])
 
 

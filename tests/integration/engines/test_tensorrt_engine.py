@@ -109,7 +109,7 @@ def test_a_refused_prompt_leaves_nothing_of_its_batch(pairs: dict[str, Pair]) ->
     engine, expected = pairs["fp8k_int4v"].tensorrt()[0], pairs["fp8k_int4v"].onnx()
     (live, _), (other, _) = engine.prefill([[3] * 80]), expected.prefill([[3] * 80])
     before, in_use, value = pool_bytes(engine), engine.pool.in_use, engine.shape.kv_heads
-    message = r"value of layer 0, token 6 of sequence \d+ is not finite"
+    message = "a value of layer 0 is not finite"
     with patch_not_finite(0, value, 6):
         with pytest.raises(UserError, match=message):
             engine.prefill([[2] * 7])
@@ -158,7 +158,7 @@ def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(pairs: dict[str,
     prompts = [[3] * 192, [2] * 65]  # The next token begins a page and, in a window of older formats, another page.
     (handles, _), (expected_handles, _) = engine.prefill(prompts), expected.prefill(prompts)
     before = pool_bytes(engine)
-    refused = pytest.raises(UserError, match=rf"value of layer 0, token 65 of sequence {handles[1]} is not finite")
+    refused = pytest.raises(UserError, match="a value of layer 0 is not finite")
     with patch_not_finite(1, engine.shape.kv_heads), refused:
         engine.decode(handles, [7, 8])
     assert same(before, pool_bytes(engine))
