@@ -22,7 +22,7 @@ from helpers.policies.shipped import SHIPPED, conf
 from stages.core.errors import UserError
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
-from stages.engines.trtllm import checkpoint, settings
+from stages.engines.trtllm import build, settings
 from stages.engines.trtllm.backend import PROGRAM, refuse_integers
 from stages.engines.trtllm.config import Serving, TrtllmConfig
 from stages.engines.vllm.backend import PROGRAM as VLLM
@@ -126,8 +126,8 @@ def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
 
 def test_named_tensors_and_algorithms_exist_in_tensorrt_llm() -> None:
     names = ENGINE["tensors"]["names"]
-    ours = (*checkpoint.BY_HEADS, *checkpoint.BY_ROWS, *checkpoint.BY_COLUMNS, *checkpoint.ADDED_ONCE)
-    for ending in (*ours, checkpoint.KV_SCALE, checkpoint.KV_RECIPROCAL, *checkpoint.KV_SIDES):
+    ours = (*build.BY_HEADS, *build.BY_ROWS, *build.BY_COLUMNS, *build.ADDED_ONCE)
+    for ending in (*ours, build.KV_SCALE, build.KV_RECIPROCAL, *build.KV_SIDES):
         weight = re.sub("bias$", "weight", ending)  # a bias has the name of its weight
         assert any(name.endswith(weight) for name in names), ending
     for algorithms in (ALGORITHMS.values(), settings.FP8_ATTENTION_WEIGHTS):

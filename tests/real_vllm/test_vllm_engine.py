@@ -27,7 +27,7 @@ from stages.checkpoints.files import INDEX
 from stages.core.digest import file_digest
 from stages.core.errors import GateRefusal, UserError
 from stages.core.records import no_progress
-from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.backend import CHECKPOINT
 from stages.engines.interpreter.process import inspect_interpreter
 from stages.engines.vllm.backend import PROGRAM
 from stages.engines.vllm.checkpoint import SCALES

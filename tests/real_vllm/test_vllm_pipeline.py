@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import load_causal_lm
-from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.backend import CHECKPOINT
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import round_inputs
 from stages.evaluate.measure import audit_scales

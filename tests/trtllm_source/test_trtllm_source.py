@@ -26,7 +26,7 @@ from stages.core.errors import UserError
 from stages.core.records import no_progress
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
-from stages.engines.trtllm import checkpoint as checkpoints
+from stages.engines.trtllm import build as trtllm_build
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.backend import ENGINE_RELEASES, ENGINES, PROGRAM, TARGETS, refuse_integers
 from stages.engines.trtllm.config import TargetName
@@ -204,10 +204,10 @@ def test_checkpoints_load_with_their_scales_on_one_or_two_ranks(engines: Bundles
         checkpoint, name = bundle / "checkpoint", f"{weights}-{kv}"
         folders = [(checkpoint, 1.0, 1)]
         if SHIPPED[kv].quantized:
-            checkpoints.write_faulted(checkpoint, tmp_path / f"{name}-faulted", 0.1)
+            trtllm_build.write_faulted(checkpoint, tmp_path / f"{name}-faulted", 0.1)
             folders.append((tmp_path / f"{name}-faulted", 0.1, 1))
         if weights in TARGETS["engine"].sharded_weights:
-            checkpoints.write_checkpoint(checkpoint, tmp_path / f"{name}-halves", 2)
+            trtllm_build.write_checkpoint(checkpoint, tmp_path / f"{name}-halves", 2)
             folders.append((tmp_path / f"{name}-halves", 1.0, 2))
         for folder, factor, ranks in folders:
             for rank in range(ranks):
@@ -215,7 +215,7 @@ def test_checkpoints_load_with_their_scales_on_one_or_two_ranks(engines: Bundles
                 arguments.append((checkpoint, factor, ranks))
     for (checkpoint, factor, ranks), answer in zip(arguments, inside(requests), strict=True):
         assert "error" not in answer, answer
-        scales = checkpoints.kv_scales(checkpoint)
+        scales = trtllm_build.kv_scales(checkpoint)
         loaded = answer["ok"]
         np.testing.assert_allclose(loaded["kv_cache_scaling_factor"], np.multiply(scales, factor), rtol=1e-6)
         np.testing.assert_allclose(loaded["kv_cache_rcp_scaling_factor"], np.divide(1.0, scales), rtol=1e-6)

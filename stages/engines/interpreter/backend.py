@@ -1,24 +1,51 @@
-"""The base class of backends whose library runs in another Python interpreter."""
+"""The base class of backends whose library runs in another Python interpreter, and their bundles.
 
+A bundle has a checkpoint, and the arguments to serve it.
+"""
+
+import shutil
 from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, refuse_other_attention
+from stages.checkpoints.exports import supporting_backend
 from stages.checkpoints.quantized import SERVED
 from stages.core.digest import tree_files
 from stages.core.errors import UserError
+from stages.core.files import link_or_copy_all
 from stages.core.records import Progress
 from stages.engines.backend import Artifacts, Backend, Job, Source
-from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
+from stages.engines.bundle import BuiltFor, ModelRecord, begin_bundle, write_bundle
 from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Engine
-from stages.engines.interpreter.bundle import ServedBundle
-from stages.engines.interpreter.process import Interpreter, Program, inspect_interpreter
-from stages.policies.policy import KVPolicy
+from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, inspect_interpreter
+from stages.engines.interpreter.protocol import Resolved
+from stages.policies.policy import KVPolicy, KVShape
 
 C = TypeVar("C", bound=InterpreterConfig)
+
+CHECKPOINT = "checkpoint"
+
+
+class ServedBundle(ModelRecord):
+    """`bundle.json`."""
+
+    built_for: BuiltFor
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_tokens: int
+    max_batch: int
+    arguments: dict[str, Any]
+    """Serving arguments under the library's own names."""
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.layers, self.kv_heads, self.head_dim)
 
 
 class InterpreterBackend(Backend[C], Generic[C]):
@@ -68,8 +95,8 @@ class InterpreterBackend(Backend[C], Generic[C]):
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         interpreter = self.interpreter
         info = inspect_checkpoint(source / self.checkpoint_folder)
-        for warning in self.warnings(info):
-            progress(warning, 0, 0)
+        if interpreter.release_warning is not None:
+            progress(interpreter.release_warning, 0, 0)
         progress("build", 0, 1)
         begin_bundle(info.path, out, policy, scales, info.shape)
         fields = {
@@ -87,9 +114,6 @@ class InterpreterBackend(Backend[C], Generic[C]):
         write_bundle(out, self.record.model_validate({**fields, "files": tree_files(out)}))
         progress("build", 1, 1)
 
-    def warnings(self, info: CheckpointInfo) -> list[str]:  # noqa: ARG002
-        return [] if self.interpreter.release_warning is None else [self.interpreter.release_warning]
-
     @abstractmethod
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
         """Write the files that the library serves to `out`, and return the library's fields of `record`.
@@ -103,3 +127,40 @@ class InterpreterBackend(Backend[C], Generic[C]):
     def load(self, bundle: Path) -> Engine:
         engine: Engine = import_module(self.engine_module).load_engine(bundle, self.config)
         return engine
+
+
+def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> str:
+    """Return the error message for a policy that a library's cache cannot store, with alternatives."""
+    alternative = supporting_backend(policy)
+    return f"kv={policy.name}: backend={backend} cannot hold it ({reason}); choose {choices}, or {alternative}, which runs it"
+
+
+def copy_linking_weights(names: Iterable[str], source: Path, out: Path) -> None:
+    """Write the named files of a checkpoint to the new directory `out`. Weights are hard-linked if possible."""
+    out.mkdir()
+    names = list(names)
+    link_or_copy_all([name for name in names if name.endswith(".safetensors")], source, out)
+    for name in names:
+        if not name.endswith(".safetensors"):
+            shutil.copyfile(source / name, out / name)
+
+
+def resolve(interpreter: Interpreter, checkpoint: Path, field: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as the library resolves them for a checkpoint. `field` names the arguments in the request to the worker.
+
+    Raises UserError if the library refuses or changes an argument.
+    """
+    title = f"{interpreter.program.library} {interpreter.release}"
+    fields = {"model": str(checkpoint.absolute()), field: dict(arguments)}
+    with Worker(interpreter.program, interpreter.python) as worker:
+        try:
+            resolved = worker.call("validate", Resolved, **fields).arguments
+        except WorkerError as error:
+            refused = f"{interpreter.release} refuses these {field.replace('_args', ' arguments')}"
+            raise worker.refusal(f"{refused}: {error}") from error
+    # `auto` lets the library choose.
+    changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
+    if changed:
+        changes = "; ".join(f"{name}={arguments[name]} becomes {resolved[name]}" for name in changed)
+        raise UserError(f"backend.{changed[0]}: {title} changes it: {changes}; set the changed value")
+    return resolved

@@ -28,7 +28,7 @@ from stages.engines.base import SequenceTable
 from stages.engines.bundle import open_bundle
 from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Continuation, Engine, Logits, check_tokens
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle
+from stages.engines.interpreter.backend import CHECKPOINT, ServedBundle
 from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, inspect_interpreter
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 from stages.policies.formats import Format

@@ -9,8 +9,7 @@ from stages.core.errors import UserError
 from stages.core.files import link_or_copy
 from stages.engines.backend import ROUNDING, Artifacts, Job, Source
 from stages.engines.interpreter import protocol
-from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import ServedBundle, cannot_hold
+from stages.engines.interpreter.backend import InterpreterBackend, ServedBundle, cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program, Worker
 from stages.engines.interpreter.requests import open_model
 from stages.engines.llamacpp import worker

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
+from stages.checkpoints.exports import supporting_backend
 from stages.core.artifact import Recipe
 from stages.core.child import run_in_child
+from stages.core.errors import UserError
 from stages.core.records import Progress
 from stages.engines.backend import ROUNDING, TORCH, Artifacts, Backend, Job, Source
 from stages.engines.interface import Engine
-from stages.engines.onnx.config import OnnxRuntimeConfig
+from stages.engines.onnx.config import OnnxRuntimeConfig, refuse_bfloat16
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
-from stages.engines.onnx.refusals import refuse_bfloat16, refuse_heavy_tokens, refuse_reference_only
 from stages.policies.policy import KVPolicy
 
 
@@ -60,6 +61,30 @@ class OnnxBackend(Backend[OnnxRuntimeConfig]):
             return "graph"
         compiler = require_compiler() if self.config.attention == "native" else find_compiler()
         return "graph" if compiler is None else f"native kernel {kernel_digest(compiler)[:16]}"
+
+
+def refuse_reference_only(policy: KVPolicy) -> None:
+    """Raise UserError for a format that only the reference engine computes."""
+    for key, form in policy.formats:
+        if form.code.reference_only:
+            key_part, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
+            if form.arithmetic == "kvgate":
+                instead.append(f"dtype=int{form.code.bits}")
+            if form.rotation not in ("none", "hadamard"):
+                instead.append("rotation=hadamard")
+            raise UserError(
+                f"kv.{key}.{key_part}={getattr(form, key_part)}: ONNX graphs cannot compute this format; "
+                f"use {supporting_backend(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
+            )
+
+
+def refuse_heavy_tokens(policy: KVPolicy) -> None:
+    """Raise UserError for H2O's eviction."""
+    if policy.eviction is not None and policy.eviction.heavy_tokens:
+        raise UserError(
+            f"kv.eviction.heavy_tokens={policy.eviction.heavy_tokens}: each layer and KV head would keep different tokens, but "
+            "one page table serves all layers and heads; use backend=torch backend.device=cpu, or set heavy_tokens to 0"
+        )
 
 
 open_backend = OnnxBackend

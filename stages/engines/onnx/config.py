@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from stages.core.errors import UserError
 from stages.engines.config import BackendConfig, InProcessConfig
 
 ComputeDType = Literal["float32", "float16", "bfloat16"]
@@ -25,3 +26,13 @@ class OnnxRuntimeConfig(GraphConfig, InProcessConfig):
     attention: CpuAttention
     """Implementation of attention over the cache: `native` is a kernel compiled on this machine, `graph` the graph's operators.
     `auto` means native on Linux with a C compiler and AVX2."""
+
+
+def refuse_bfloat16(compute_dtype: str) -> None:
+    """Raise UserError for bfloat16, which ONNX Runtime does not support."""
+    if compute_dtype == "bfloat16":
+        raise UserError(
+            "backend.compute_dtype=bfloat16: ONNX Runtime lacks bfloat16 kernels for most of a decoder's operators; set "
+            "backend.compute_dtype=float32 or float16, or use backend=tensorrt, backend=tensorrt_rtx, or backend=torch "
+            "backend.device=cuda"
+        )

@@ -18,10 +18,9 @@ from stages.core.records import PREFILL_CHUNK
 from stages.engines.base import Mode, check_positive
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPH, NOT_FINITE, Bundle
-from stages.engines.onnx.config import CpuAttention
+from stages.engines.onnx.config import CpuAttention, refuse_bfloat16
 from stages.engines.onnx.native.compiler import compiled_kernel, find_compiler
 from stages.engines.onnx.native_rewrite import refusals, use_kernel
-from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.engine import PagedEngine
 from stages.engines.paged.pool import PagedPool, Spans, saturated_product

@@ -31,8 +31,7 @@ from stages.engines.reference.build import open_torch_bundle
 from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
 from stages.engines.reference.formats import CPU, rotate
 from stages.engines.reference.heavy import HeavyCache, HeavyView
-from stages.engines.reference.model import head, hidden_states, round_inputs, scales_for, shape_for
-from stages.engines.reference.placing import place_model, within_memory
+from stages.engines.reference.model import head, hidden_states, place_model, round_inputs, scales_for, shape_for, within_memory
 from stages.engines.reference.replay import CachedView, OnePassView, Replay, Visit, VisitedView, disturb_layers
 from stages.policies.ggml.arithmetic_torch import round_queries
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side

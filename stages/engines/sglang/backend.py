@@ -7,8 +7,7 @@ from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.exports import describe_format, single_format_refusal
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
-from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import CHECKPOINT, cannot_hold, copy_linking_weights, resolve
+from stages.engines.interpreter.backend import CHECKPOINT, InterpreterBackend, cannot_hold, copy_linking_weights, resolve
 from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig

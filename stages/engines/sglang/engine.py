@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stages.engines.base import LOGIT_STEP
 from stages.engines.config import InterpreterConfig
-from stages.engines.interpreter.bundle import ServedBundle, copy_linking_weights
+from stages.engines.interpreter.backend import ServedBundle, copy_linking_weights
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import RequestEngine

@@ -12,8 +12,8 @@ from stages.core.hardware import gpus
 from stages.engines.backend import ROUNDING, Artifacts, Backend, Job, Source
 from stages.engines.gpu import require_gpu
 from stages.engines.interface import Engine
+from stages.engines.onnx.backend import refuse_reference_only
 from stages.engines.onnx.config import OnnxRuntimeConfig
-from stages.engines.onnx.refusals import refuse_reference_only
 from stages.engines.tensorrt.config import PlanConfig, TensorRTConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import Name, load
 from stages.policies.policy import FP16_POLICY, KVPolicy

@@ -10,8 +10,7 @@ from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_re
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Artifacts, Job, Source
 from stages.engines.bundle import BuiltFor, sm_number
-from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import ServedBundle, cannot_hold
+from stages.engines.interpreter.backend import InterpreterBackend, ServedBundle, cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.trtllm import worker
 from stages.engines.trtllm.config import TargetName, TrtllmConfig

@@ -1,23 +1,43 @@
-"""Builds a bundle of TensorRT-LLM from a quantized checkpoint: a TensorRT engine, or a checkpoint with LLM arguments."""
+"""Builds a bundle of TensorRT-LLM from a quantized checkpoint: a TensorRT engine, or a checkpoint with LLM arguments.
+
+Names of a checkpoint's tensors: transformer.layers.N.{attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj}.{weight,
+*scaling_factor}. qkv stacks the rows of q, k and v. fc is Hugging Face's gate_proj, and gate is its up_proj.
+"""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from stages.checkpoints.exports import algorithm
 from stages.checkpoints.files import read_json
 from stages.checkpoints.quantized import MODELOPT_FILE
 from stages.checkpoints.rope import rope_at_top_level
 from stages.core.errors import UserError
-from stages.engines.interpreter.bundle import CHECKPOINT, copy_linking_weights
+from stages.engines.interpreter.backend import CHECKPOINT, copy_linking_weights
 from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
 from stages.engines.interpreter.protocol import EmptyAnswer, Pinned
-from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.config import TargetName, TrtllmConfig
 from stages.policies.policy import KVPolicy
+
+CONFIG_FILE = "config.json"
+KV_SCALE = ".kv_cache_scaling_factor"
+KV_RECIPROCAL = ".kv_cache_rcp_scaling_factor"
+KV_SIDES = (".k_cache_scaling_factor", ".v_cache_scaling_factor")
+"""Optional separate scales. TensorRT-LLM uses the larger one for both sides, and computes a missing reciprocal from the scale
+(tensorrt_llm/models/modeling_utils.py, preprocess_weights)."""
+
+BY_HEADS = ("attention.qkv.weight", "attention.qkv.bias")
+BY_ROWS = ("mlp.fc.weight", "mlp.gate.weight", "mlp.fc.bias", "mlp.gate.bias", "lm_head.weight")
+BY_COLUMNS = ("attention.dense.weight", "mlp.proj.weight")
+ADDED_ONCE = ("attention.dense.bias", "mlp.proj.bias")
+"""Biases that are added after the ranks' results are summed: rank 0 has the bias, other ranks have zeros."""
 
 EXPORTS: dict[TargetName, str] = {"engine": "tensorrt_llm", "pytorch": "unified_hf"}
 ENGINE = "engine"
@@ -51,7 +71,7 @@ def read_llm_args(interpreter: Interpreter, model: Path, *arguments: settings.Se
 
 def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interpreter: Interpreter) -> None:
     """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output if the build fails."""
-    ranks = read_json(checkpoint, checkpoints.CONFIG_FILE)["mapping"]["tp_size"]
+    ranks = read_json(checkpoint, CONFIG_FILE)["mapping"]["tp_size"]
     title = f"backend.python={interpreter.python}: TensorRT-LLM {interpreter.release}"
     with Worker(interpreter.program, interpreter.python, **settings.rank_environment(1)) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
@@ -60,24 +80,24 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interp
         except WorkerError as error:
             raise UserError(f"{title}: {error}; its last output: {worker.last_line()}") from error
     missing = [f"rank{rank}.engine" for rank in range(ranks) if not (out / f"rank{rank}.engine").is_file()]
-    if missing or not (out / checkpoints.CONFIG_FILE).is_file():
-        raise UserError(f"{title}: trtllm-build wrote no {', '.join(missing) or checkpoints.CONFIG_FILE}")
+    if missing or not (out / CONFIG_FILE).is_file():
+        raise UserError(f"{title}: trtllm-build wrote no {', '.join(missing) or CONFIG_FILE}")
 
 
 def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: Interpreter) -> dict[str, Any]:
     source = out / CHECKPOINT
-    checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)
-    checkpoint = read_json(source, checkpoints.CONFIG_FILE)
+    write_checkpoint(export, source, config.tensor_parallel_size)
+    checkpoint = read_json(source, CONFIG_FILE)
     flags = settings.engine_settings(config, checkpoint["quantization"])
     compile_engine(source, out / ENGINE, flags, interpreter)
     expected = settings.expected_config(flags, checkpoint, interpreter.release)
-    rewritten = settings.differences(expected, read_json(out / ENGINE, checkpoints.CONFIG_FILE))
+    rewritten = settings.differences(expected, read_json(out / ENGINE, CONFIG_FILE))
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
     return {
         "arguments": {**expected, **{f"build_config.{key}": value for key, value in flags.items()}},
         "evaluated_with": settings.evaluation_of_engine(config),
         "rewritten": {key: built for key, _, built in rewritten},
-        "kv_scales": checkpoints.kv_scales(source),
+        "kv_scales": kv_scales(source),
     }
 
 
@@ -107,7 +127,7 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
         "arguments": settings.flatten(pinned),
         "evaluated_with": evaluated_with,
         "rewritten": {key: built for key, _, built in rewritten},
-        "kv_scales": [1.0] * read_json(source, checkpoints.CONFIG_FILE)["num_hidden_layers"] if policy.quantized else [],
+        "kv_scales": [1.0] * read_json(source, CONFIG_FILE)["num_hidden_layers"] if policy.quantized else [],
     }
 
 
@@ -122,6 +142,68 @@ def _copy_served(export: Path, plain: Path, out: Path) -> str | None:
     source = export if weights else plain
     copy_linking_weights(sorted(path.name for path in source.iterdir()), source, out)
     if source is plain:
-        config = rope_at_top_level(read_json(plain, checkpoints.CONFIG_FILE))
-        (out / checkpoints.CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        config = rope_at_top_level(read_json(plain, CONFIG_FILE))
+        (out / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return weights
+
+
+def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
+    """Split `source`, ModelOpt's export for one rank, over `ranks` ranks; write the result to the new directory `out`."""
+    if ranks == 1:
+        copy_linking_weights(sorted(path.name for path in source.iterdir()), source, out)
+        return
+    out.mkdir()
+    config = read_json(source, CONFIG_FILE)
+    config["mapping"] = {"world_size": ranks, "tp_size": ranks, "pp_size": 1}
+    (out / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+    tensors = load_file(source / "rank0.safetensors")
+    for rank in range(ranks):
+        part = {name: shard(name, tensor, config, rank, ranks).clone() for name, tensor in tensors.items()}
+        save_file(part, out / f"rank{rank}.safetensors")
+
+
+def shard(name: str, tensor: Tensor, config: dict[str, Any], rank: int, ranks: int) -> Tensor:
+    """Return a rank's part of a tensor. Per-tensor scales and normalization weights are the same on every rank.
+
+    Supports floating-point weights and FP8 weights with one scale per tensor. For these the parts equal ModelOpt 0.47's own
+    export for several ranks, byte for byte.
+    """
+    if name.endswith(ADDED_ONCE) and rank > 0:
+        return torch.zeros_like(tensor)
+    if name.endswith(BY_HEADS):
+        queries, heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_size"]
+        parts = tensor.tensor_split((queries * size, (queries + heads) * size))
+        return torch.cat([part.chunk(ranks)[rank] for part in parts])
+    sharded_embedding = config["use_parallel_embedding"] and name.endswith("vocab_embedding.weight")
+    if name.endswith(BY_ROWS) or (sharded_embedding and config["embedding_sharding_dim"] == 0):
+        return tensor.chunk(ranks)[rank]
+    if name.endswith(BY_COLUMNS) or sharded_embedding:
+        return tensor.chunk(ranks, dim=1)[rank]
+    return tensor
+
+
+def kv_scales(checkpoint: Path) -> list[float]:
+    """Return the cache's scale per layer, shared by keys and values; empty if the cache is not quantized."""
+    tensors = load_file(checkpoint / "rank0.safetensors")
+    scales = {name: tensor.item() for name, tensor in tensors.items() if name.endswith(KV_SCALE)}
+    return [scales[name] for name in sorted(scales, key=lambda name: int(name.split(".")[2]))]
+
+
+def write_faulted(source: Path, out: Path, factor: float) -> None:
+    """Write a copy of the checkpoint to the new directory `out`, with the cache's scales multiplied by `factor`.
+
+    TensorRT-LLM multiplies new keys and values by the reciprocal, which stays correct, so only reading is wrong, not the codes.
+    The file must contain the reciprocal. Otherwise TensorRT-LLM derives it from the wrong scale, and FP8 loses no precision if
+    writing and reading use the same wrong scale.
+    """
+    out.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.suffix != ".safetensors":
+            shutil.copyfile(path, out / path.name)
+            continue
+        tensors = {name: tensor for name, tensor in load_file(path).items() if not name.endswith(KV_SIDES)}
+        for name in [name for name in tensors if name.endswith(KV_SCALE)]:
+            scale = tensors[name].item()
+            tensors[name] = torch.tensor([scale * factor])
+            tensors[name.replace(KV_SCALE, KV_RECIPROCAL)] = torch.tensor([1.0 / scale])
+        save_file(tensors, out / path.name)

@@ -4,12 +4,11 @@ from pathlib import Path
 
 from stages.core.errors import UserError
 from stages.engines.bundle import BuiltFor, check_built_for
-from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.backend import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.trtllm.backend import PROGRAM, TrtllmBundle, require_gpus
-from stages.engines.trtllm.build import ENGINE, compile_engine
-from stages.engines.trtllm.checkpoint import write_faulted
+from stages.engines.trtllm.build import ENGINE, compile_engine, write_faulted
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.settings import rank_capabilities, rank_environment
 from stages.policies.delivery import LayerDelivery

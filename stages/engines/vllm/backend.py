@@ -20,8 +20,7 @@ from stages.engines.backend import ROUNDING, Job
 from stages.engines.bundle import read_scales
 from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter import protocol
-from stages.engines.interpreter.backend import InterpreterBackend
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, cannot_hold, resolve
+from stages.engines.interpreter.backend import CHECKPOINT, InterpreterBackend, ServedBundle, cannot_hold, resolve
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint

@@ -16,7 +16,7 @@ from stages.checkpoints.description import CheckpointInfo, read_config
 from stages.checkpoints.files import INDEX
 from stages.checkpoints.rope import rope_at_top_level
 from stages.checkpoints.weights import tensors_on_disk
-from stages.engines.interpreter.bundle import copy_linking_weights
+from stages.engines.interpreter.backend import copy_linking_weights
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales
 

@@ -14,7 +14,7 @@ from stages.core.errors import MissingRequirement
 from stages.core.records import MemoryReport, ServedRequest, StoredCopy
 from stages.engines.base import LOGIT_STEP
 from stages.engines.interface import ForcedRequest
-from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.backend import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import Bytes, InspectableEngine, forced_request
 from stages.engines.vllm.backend import PROGRAM, VllmBundle, VllmFacts, on_cpu

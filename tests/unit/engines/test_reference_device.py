@@ -18,7 +18,7 @@ from stages.engines.gpu import MIN_BYTES, reference_device
 from stages.engines.reference import attention
 from stages.engines.reference.attention import BLOCK_BYTES, BLOCK_ROWS, Span
 from stages.engines.reference.engine import TorchEngine
-from stages.engines.reference.placing import place_model, store_in_16_bits, within_memory
+from stages.engines.reference.model import place_model, store_in_16_bits, within_memory
 from stages.policies.policy import FP16_POLICY
 
 CPU = torch.device("cpu")

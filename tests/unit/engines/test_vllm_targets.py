@@ -20,7 +20,7 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.quantized import Quantized
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.engines.backend import Job
-from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.backend import CHECKPOINT
 from stages.engines.interpreter.process import Interpreter, inspect_interpreter
 from stages.engines.vllm.backend import (
     PROGRAM,
