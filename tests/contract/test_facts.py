@@ -20,10 +20,9 @@ from helpers.engines.vllm_facts import FACTS_FILE, engine_arguments
 from helpers.policies.shipped import SHIPPED, conf
 
 from stages.core.errors import UserError
-from stages.engines.interpreter.process import Interpreter
-from stages.engines.interpreter.protocol import Description, Device
+from stages.engines.interpreter.protocol import Device
 from stages.engines.trtllm import build, settings
-from stages.engines.trtllm.backend import PROGRAM, refuse_integers
+from stages.engines.trtllm.backend import refuse_gpus
 from stages.engines.trtllm.config import Serving, TrtllmConfig
 from stages.engines.vllm.backend import PROGRAM as VLLM
 from stages.engines.vllm.backend import cache_dtype
@@ -96,8 +95,7 @@ def test_lengths_that_the_builder_would_change_are_refused(tokens: int, bound: s
 @pytest.mark.parametrize("sm", [89, 100, 119, 120])
 def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: ModuleType) -> None:
     capability = f"{sm // 10}.{sm % 10}"
-    described = Description(release="1.2.1", python="3.12.3", devices=[Device(name="Fake", compute_cap=capability)])
-    interpreter = Interpreter(PROGRAM, "python", described)
+    gpus = [Device(name="Fake", compute_cap=capability)]
     for (weights, algorithm), (kv, cache) in product(ALGORITHMS.items(), CACHES.items()):
         refusal: Any = nullcontext()
         try:
@@ -105,7 +103,7 @@ def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: Mo
         except RuntimeError:
             refusal = pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {capability}; choose")
         with refusal:
-            refuse_integers(SHIPPED[kv], weights, interpreter, 1)
+            refuse_gpus("engine", SHIPPED[kv], weights, gpus)
 
 
 def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:

@@ -2,8 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from stages.engines.onnx.config import GraphConfig
 from stages.policies.policy import PAGE_TOKENS
@@ -37,10 +36,3 @@ class TensorRTRTXConfig(PlanConfig):
     name: Literal["tensorrt_rtx"]
     compute_capabilities: Annotated[tuple[RTXTarget, ...], Field(min_length=1, strict=False)]
     """Compute capabilities that the plans have code for; 89 means SM 8.9."""
-
-    @field_validator("compute_capabilities", mode="before")
-    @classmethod
-    def _check_list(cls, value: object) -> object:
-        if type(value) is int:
-            raise PydanticCustomError("one_target", "is a list: write [{target}]", {"target": value})
-        return value

@@ -1,6 +1,7 @@
 """Implements backend=trtllm: checks the interpreter, the GPUs and the limits of both targets, and builds bundles."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from stages.engines.backend import Artifacts, Job, Source
 from stages.engines.bundle import BuiltFor, sm_number
 from stages.engines.interpreter.backend import InterpreterBackend, ServedBundle, cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program
+from stages.engines.interpreter.protocol import Device
 from stages.engines.trtllm import worker
 from stages.engines.trtllm.config import TargetName, TrtllmConfig
 from stages.engines.trtllm.settings import rank_capabilities
@@ -153,35 +155,21 @@ def _split_refusal(target: Target, weights: WeightsFormat, info: CheckpointInfo,
     return None
 
 
-def unread_key_refusal(name: TargetName, backend: TrtllmConfig) -> str | None:
-    """Return why the configuration is refused if it sets a key that the target ignores; otherwise None."""
-    if name == "pytorch" or backend.serving.enable_block_reuse:
-        return None
-    return "backend.serving.enable_block_reuse=false: backend.target=engine ignores it; leave it at true"
-
-
-def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
-    """Raise UserError for an integer cache or integer weights on a GPU for which TensorRT-LLM does not build them."""
-    for gpu in interpreter.devices[:ranks]:
-        if sm_number(gpu.compute_cap) not in NO_INTEGERS_SM:
-            continue
-        if policy.key.dtype == "int8":
+def refuse_gpus(target: TargetName, policy: KVPolicy, weights: WeightsFormat, gpus: Sequence[Device]) -> None:
+    """Raise UserError for a cache or weights that TensorRT-LLM does not build for one of the GPUs."""
+    for gpu in gpus:
+        sm = sm_number(gpu.compute_cap)
+        integers, fp8 = target == "pytorch" or sm not in NO_INTEGERS_SM, sm >= FP8_SM
+        if not integers and policy.key.dtype == "int8":
             raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}; choose kv=fp8")
-        if weights in INTEGER_WEIGHTS:
+        if not integers and weights in INTEGER_WEIGHTS:
             raise UserError(f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}; choose weights=fp8")
-
-
-def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
-    """Raise UserError for an FP8 cache or FP8 weights on a GPU without FP8."""
-    for gpu in interpreter.devices[:ranks]:
-        if sm_number(gpu.compute_cap) >= FP8_SM:
-            continue
-        if policy.key.dtype == "fp8_e4m3":
+        if not fp8 and policy.key.dtype == "fp8_e4m3":
             raise UserError(
                 f"kv={policy.name}: TensorRT-LLM has FP8 caches from SM 8.9 on, but this is {gpu}; choose kv=int8_tensor with "
                 "backend.target=engine"
             )
-        if weights == "fp8":
+        if not fp8 and weights == "fp8":
             raise UserError(f"weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on, but this is {gpu}; choose weights=none")
 
 
@@ -195,8 +183,6 @@ class TrtllmBundle(ServedBundle):
     max_input_len: int
     evaluated_with: dict[str, Any]
     """LLM arguments of an evaluation. For target=pytorch: the served arguments, without overlapping steps."""
-    rewritten: dict[str, Any]
-    """Setting that TensorRT-LLM changed -> its built value. `backend.allow_rewrites` allows all of these changes."""
     kv_scales: list[float]
     """The cache's scale per layer, shared by keys and values. For target=engine it is the larger of the two calibrated
     scales; for target=pytorch it is 1.0, because the runtime does not read the checkpoint's scales."""
@@ -214,17 +200,14 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
             return
         refuse_other_attention(job.checkpoint, "backend=trtllm was not tested with this")
         target, ranks = self.config.target, self.config.tensor_parallel_size
-        refusal = target_refusal(target, job.policy, job.weights, job.checkpoint, ranks) or unread_key_refusal(
-            target, self.config
-        )
+        refusal = target_refusal(target, job.policy, job.weights, job.checkpoint, ranks)
         if refusal is not None:
             raise UserError(refusal)
         require_target(target, self.interpreter)
         if target == "engine":
             require_gpus(self.interpreter, 1, "building an engine")
             rank_capabilities("engine", self.interpreter, ranks)  # refuses GPUs that differ
-            refuse_integers(job.policy, job.weights, self.interpreter, ranks)
-        refuse_fp8(job.policy, job.weights, self.interpreter, ranks)
+        refuse_gpus(target, job.policy, job.weights, self.interpreter.devices[:ranks])
         if job.judges:
             check_judging(target, self.config, job.policy, self.interpreter)
 

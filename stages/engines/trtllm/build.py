@@ -91,12 +91,10 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
     flags = settings.engine_settings(config, checkpoint["quantization"])
     compile_engine(source, out / ENGINE, flags, interpreter)
     expected = settings.expected_config(flags, checkpoint, interpreter.release)
-    rewritten = settings.differences(expected, read_json(out / ENGINE, CONFIG_FILE))
-    settings.refuse_rewrites(rewritten, config.allow_rewrites)
+    settings.refuse_changes(settings.differences(expected, read_json(out / ENGINE, CONFIG_FILE)), interpreter)
     return {
         "arguments": {**expected, **{f"build_config.{key}": value for key, value in flags.items()}},
         "evaluated_with": settings.evaluation_of_engine(config),
-        "rewritten": {key: built for key, _, built in rewritten},
         "kv_scales": kv_scales(source),
     }
 
@@ -108,7 +106,6 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
         "kv_cache_quant_algo": algorithm(policy.key),
     }
     serving = settings.llm_args(config, policy)
-    rewritten: list[settings.Difference] = []
     answers = read_llm_args(interpreter, source, serving, settings.evaluation_of_served(serving))
     for answer in answers:
         if answer.refused:
@@ -117,16 +114,14 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
                 f"kv={policy.name}: TensorRT-LLM {interpreter.release} refuses the checkpoint: {reason}; choose other weights, "
                 "another kv, or another backend.python"
             )
-        rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
-        rewritten.extend(settings.differences(quantization, answer.quantization))
+        changes = settings.differences(settings.flatten(answer.pinned), answer.arguments)
+        settings.refuse_changes(changes + settings.differences(quantization, answer.quantization), interpreter)
     pinned, evaluated_with = (answer.pinned for answer in answers)
-    settings.refuse_rewrites(rewritten, config.allow_rewrites)
     command = f"# TensorRT-LLM {interpreter.release}: trtllm-serve {CHECKPOINT} --config {LLM_ARGS_FILE}"
     (out / LLM_ARGS_FILE).write_text(f"{command}\n{OmegaConf.to_yaml(pinned)}", encoding="utf-8")
     return {
         "arguments": settings.flatten(pinned),
         "evaluated_with": evaluated_with,
-        "rewritten": {key: built for key, _, built in rewritten},
         "kv_scales": [1.0] * read_json(source, CONFIG_FILE)["num_hidden_layers"] if policy.quantized else [],
     }
 

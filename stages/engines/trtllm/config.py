@@ -39,12 +39,12 @@ class TrtllmConfig(InterpreterConfig):
     """Maximum tokens per sequence, including prompt and answer."""
     max_num_tokens: Annotated[int, Field(ge=1)]
     """Maximum tokens per step, over all sequences."""
-    allow_rewrites: Annotated[tuple[str, ...], Field(strict=False)]
-    """Settings that TensorRT-LLM may change while building; any other change is an error."""
     serving: Serving
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
+    def _check(self) -> Self:
+        if self.target == "engine" and not self.serving.enable_block_reuse:
+            raise ValueError("serving.enable_block_reuse=false: target=engine ignores it; leave it at true")
         if self.max_input_len >= self.max_seq_len:
             raise ValueError(f"max_input_len={self.max_input_len}: must be below max_seq_len={self.max_seq_len}")
         if self.max_input_len > self.max_num_tokens:

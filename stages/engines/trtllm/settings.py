@@ -1,6 +1,6 @@
 """TensorRT-LLM's settings as build flags and LLM arguments, and the check that TensorRT-LLM did not change them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stages.core.errors import UserError
@@ -14,8 +14,6 @@ FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")
 SIZES = {"max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens"}
 """Keys of the configuration with the same name in trtllm-build and in the LLM arguments."""
 Settings = dict[str, Any]
-Difference = tuple[str, Any, Any]
-"""Key, requested value, built value."""
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
@@ -122,28 +120,25 @@ def evaluation_of_served(serving: Settings) -> Settings:
     return {**serving, "skip_tokenizer_init": True, "disable_overlap_scheduler": True}
 
 
-def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference]:
+def differences(expected: Settings, built: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ in `built`. A missing key counts as null. Strings are compared case-insensitively."""
-    rewritten = []
+    changes = []
     for key, value in expected.items():
         actual: Any = built
         for part in key.split("."):
             actual = actual.get(part) if isinstance(actual, Mapping) else None
         both_text = isinstance(value, str) and isinstance(actual, str)
         if not (value.lower() == actual.lower() if both_text else value == actual):
-            rewritten.append((key, value, actual))
-    return rewritten
+            changes.append(f"{key}={value} became {actual}")
+    return changes
 
 
-def refuse_rewrites(rewritten: Iterable[Difference], allowed: Sequence[str]) -> None:
-    """Raise UserError with every difference whose key (or its last part) is not allowed."""
-    refused = [difference for difference in rewritten if not {difference[0], difference[0].rpartition(".")[2]} & set(allowed)]
-    if refused:
-        changes = "; ".join(f"{key}={value} became {built}" for key, value, built in refused)
-        names = ",".join(key.rpartition(".")[2] for key, _, _ in refused)
+def refuse_changes(changes: Sequence[str], interpreter: Interpreter) -> None:
+    """Raise UserError if TensorRT-LLM changed any setting."""
+    if changes:
         raise UserError(
-            f"backend.allow_rewrites={list(allowed)}: TensorRT-LLM changed settings: {changes}; set these values, or "
-            f"backend.allow_rewrites=[{names}]"
+            f"backend.python={interpreter.python}: TensorRT-LLM {interpreter.release} changed settings: {'; '.join(changes)}; "
+            "configure the new values, or give another release"
         )
 
 
