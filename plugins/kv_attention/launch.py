@@ -156,20 +156,16 @@ def attention_inputs(
 ) -> tuple[Any, ...]:
     """Return the kernels' arguments from `query` to `value_block_scale`."""
     new = (query.contiguous(), key_new.contiguous(), value_new.contiguous())
-    return *new, as_bytes(cache["key_pool"]), as_bytes(cache["value_pool"]), *scale_inputs(layout, cache)
+    key, value = (cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value"))
+    blocks = None
+    if layout.value.layer_scale:
+        value, blocks = cache["value_scale"], as_bytes(cache["value_scale_pool"])
+    return *new, as_bytes(cache["key_pool"]), as_bytes(cache["value_pool"]), key, value, blocks
 
 
 def exact_inputs(layout: CacheLayout, cache: Mapping[str, Tensor], exact_slots: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the kernels' `key_exact`, `value_exact` and `exact_slots`."""
     return (cache["key_exact"], cache["value_exact"], exact_slots) if layout.exact_tokens else (None, None, None)
-
-
-def scale_inputs(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the kernels' `key_scale`, `value_scale` and `value_block_scale`."""
-    key, value = (cache.get(f"{side}_scale_pool", cache.get(f"{side}_scale")) for side in ("key", "value"))
-    if layout.value.layer_scale:
-        return key, cache["value_scale"], as_bytes(cache["value_scale_pool"])
-    return key, value, None
 
 
 def reduce_partials(
@@ -285,17 +281,12 @@ def context_partials(
     """Run context_partial: the attention of every split for the new tokens of all sequences, in one layer.
 
     Args:
-        layout: Format of the cache.
-        query: (X, Hq, D) float32, float16 or bfloat16, the new tokens of one sequence after another.
-        key_new: (X, H, D), keys of the new tokens, of the query's type.
-        value_new: (X, H, D), values of the new tokens, of the query's type.
-        cache: As in decode_partials.
-        page_table: (B, P) int32.
+        query, key_new, value_new: As in decode_partials, with X rows: the new tokens of one sequence after another.
         lengths: (B) int32, tokens before the new ones.
         query_starts: (B + 1) int32, ascending from 0: the first new token of every sequence, and X. None: each has X / B.
-        scaling: Factor of the scores before the softmax.
         splits: Splits over pages; None chooses them for this device.
-        exact_slots: (B) int32, exact buffer of every sequence; required with exact tokens.
+
+    The other arguments are as in decode_partials.
 
     Returns:
         partial_acc (X, Hq, S, D) of type partial_dtype, partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
