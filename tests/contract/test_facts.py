@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.engines.interpreter_bundles import config_of
-from helpers.engines.trtllm_exports import ALGORITHMS as CACHES
+from helpers.engines.interpreters import ALGORITHMS as CACHES
+from helpers.engines.interpreters import config_of
 from helpers.engines.vllm_facts import FACTS_FILE, engine_arguments
 from helpers.policies.shipped import SHIPPED, conf
 

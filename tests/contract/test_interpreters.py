@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.engines.interpreter_bundles import make_bundle, open_engine
-from helpers.engines.interpreters import make_interpreter
-from helpers.engines.trtllm_exports import make_exports
+from helpers.engines.interpreters import make_bundle, make_exports, make_interpreter, open_engine
 from helpers.policies.shipped import conf
 from helpers.refusals import refused
 

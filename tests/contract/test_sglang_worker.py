@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.engines.interpreter_bundles import config_of, make_bundle, open_engine
-from helpers.engines.interpreters import make_interpreter
+from helpers.engines.interpreters import config_of, make_bundle, make_interpreter, open_engine
 from helpers.policies.shipped import SHIPPED
 from safetensors.torch import load_file, save_file
 

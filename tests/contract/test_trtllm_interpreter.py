@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.engines.interpreter_bundles import make_bundle, open_engine
-from helpers.engines.interpreters import make_interpreter, script
-from helpers.engines.trtllm_exports import make_exports
+from helpers.engines.interpreters import make_bundle, make_exports, make_interpreter, open_engine, script
 from helpers.policies.shipped import SHIPPED, conf
 from helpers.refusals import refused
 

@@ -15,9 +15,16 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands.processes import await_none_with, processes_with
-from helpers.engines.interpreter_bundles import make_bundle, open_engine
-from helpers.engines.interpreters import make_interpreter, script
-from helpers.engines.trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_exports
+from helpers.engines.interpreters import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    make_bundle,
+    make_exports,
+    make_interpreter,
+    open_engine,
+    script,
+)
 from safetensors.torch import load_file
 
 from stages.core.errors import MissingRequirement, UserError

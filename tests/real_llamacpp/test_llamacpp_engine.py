@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.checkpoints.gguf_files import write_checkpoint
 from helpers.commands.jobs import SHORT, configured, judge
-from helpers.engines.interpreter_bundles import config_of, write_scales
+from helpers.engines.interpreters import config_of, write_scales
 from helpers.engines.real_libraries import (
     FIRST,
     assert_batches_steps_and_answers_agree,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.checkpoints.quantized import quantize_checkpoint
 from helpers.commands.jobs import SHORT, configured, judge
-from helpers.engines.interpreter_bundles import KEY_SCALE, make_bundle, open_engine
+from helpers.engines.interpreters import KEY_SCALE, make_bundle, open_engine
 from helpers.engines.real_libraries import FIRST, KNOWN_LAYOUT, mean_kl, two_stories
 from helpers.verdicts.reports import lines
 from safetensors import safe_open

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines.interpreter_bundles import config_of, make_bundle
-from helpers.engines.interpreters import script
+from helpers.engines.interpreters import config_of, make_bundle, script
 from helpers.engines.real_libraries import FIRST, assert_batches_steps_and_answers_agree, mean_kl, two_stories
 from helpers.policies.shipped import SHIPPED
 

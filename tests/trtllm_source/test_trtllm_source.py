@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from helpers.checkpoints.modelopt import MAX_LENGTH, TEXTS, rotations
-from helpers.engines.interpreter_bundles import config_of, make_bundle
-from helpers.engines.interpreters import script
+from helpers.engines.interpreters import config_of, make_bundle, script
 from helpers.policies.shipped import SHIPPED
 from safetensors.torch import load_file
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from helpers.engines.interpreter_bundles import config_of
+from helpers.engines.interpreters import config_of
 from stages.engines.vllm.backend import engine_args
 from stages.engines.vllm.engine import EVALUATION_ARGS
 

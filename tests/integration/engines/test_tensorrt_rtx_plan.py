@@ -144,7 +144,7 @@ def test_a_refused_graph_is_named_with_the_librarys_reason(decoder: Path, tmp_pa
 
 
 def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other differences: tests/unit/engines/test_plan_keys.py."""
+    """Other differences: tests/unit/engines/test_plans.py."""
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))

@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from helpers.engines.interpreter_bundles import config_of
-from helpers.engines.interpreters import make_interpreter
+from helpers.engines.interpreters import config_of, make_interpreter
 from helpers.policies.shipped import SHIPPED, conf
 
 import stages.engines.interpreter
