@@ -6,6 +6,7 @@ from itertools import count
 from typing import Literal, NoReturn, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from stages.core.errors import UserError
 from stages.engines.interface import Engine, Logits
@@ -74,9 +75,13 @@ def check_positive(**options: int) -> None:
             raise UserError(f"{name} must be at least 1, got {value}")
 
 
-def not_finite(layer: int, side: int) -> UserError:
-    """Return the error for a key (side 0) or value (side 1) that is NaN or exceeds float16's range."""
-    return UserError(
-        f"model.path: a {('key', 'value')[side]} of layer {layer} is not finite as a float16: check the checkpoint for NaN, "
-        "infinite or very large weights"
-    )
+def check_finite(finite: npt.NDArray[np.bool_]) -> None:
+    """Raise UserError unless each layer's keys, and its values, are finite as float16: `finite` (L, 2).
+
+    The error names the lowest layer, because its NaN spreads to all higher layers.
+    """
+    for layer, side in np.argwhere(~finite):
+        raise UserError(
+            f"model.path: a {('key', 'value')[side]} of layer {layer} is not finite as a float16: check the checkpoint for "
+            "NaN, infinite or very large weights"
+        )

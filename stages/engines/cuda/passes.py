@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
-from stages.engines.base import not_finite
+from stages.engines.base import check_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.interface import Logits
 from stages.engines.paged.sequences import PagedSequence
@@ -57,7 +57,7 @@ class DecodePass:
         self._logits: Tensor
         """Logits (batch, vocab_size)."""
         self._finite: Tensor
-        """Whether a token's new keys, and its new values, are finite as float16: (L, 2, batch)."""
+        """Whether each layer's new keys, and its new values, are finite as float16: (L, 2)."""
         self._results: StepResults | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -96,12 +96,13 @@ class DecodePass:
         else:
             self._graph.replay()
 
-    def read(self) -> tuple[Logits, npt.NDArray[np.bool_]]:
-        """Wait for the step; return its logits (batch, vocab_size), and whether keys and values are finite (L, 2, batch)."""
+    def read(self) -> Logits:
+        """Wait for the step; return its logits (batch, vocab_size). Raises UserError if a key or value is not finite."""
         if self._results is None or self._graph is None:
             self._results = StepResults(self._logits, self._finite)
         logits, finite = self._results.read()
-        return logits.copy(), self.cache.by_layer(finite)  # type: ignore[return-value]  # as their tensors are
+        check_finite(self.cache.by_layer(finite))
+        return logits.astype(np.float32)  # a copy
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         group, i = self.cache.places[layer]
@@ -135,10 +136,10 @@ class DecodePass:
         ids = self.inputs.tensors["ids"][:, None]
         hidden = hidden_states(self.model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
         self._logits = head(self.model, hidden[:, -1:])[:, 0].float()
-        self._finite = finite_as_float16(self.keys, self.values)
+        self._finite = finite_as_float16(self.keys, self.values, positions)
         # A step stores all its tokens or none, because a refused token would overwrite a recent token that is still needed.
-        stored = (self._finite | (positions < 0)).all()
-        self.cache.append(self.keys, self.values, self.page_table, torch.where(stored, positions, -1), self.exact_slots)
+        stored = torch.where(self._finite.all(), positions, -1)
+        self.cache.append(self.keys, self.values, self.page_table, stored, self.exact_slots)
 
 
 class PrefillPass:
@@ -195,7 +196,7 @@ class PrefillPass:
         positions = tensors["positions"]
         hidden = hidden_states(self.model, ATTENTION, tensors["ids"][None], positions[None].long(), step=self)
         logits = head(self.model, hidden[:, tensors["last"]])[0].float()
-        finite = finite_as_float16(self.keys, self.values)
+        finite = finite_as_float16(self.keys, self.values, positions)
         stored = torch.where(finite.all(), positions, -1)
         self.cache.append(self.keys, self.values, tensors["pages"], stored, tensors["row_slots"])
         rows, flags = StepResults(logits, finite).read()
@@ -257,13 +258,7 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def finite_as_float16(keys: Tensor, values: Tensor) -> Tensor:
-    """Return whether each row's keys and values (L, n, H, D) are finite as float16: (L, 2, n)."""
-    return torch.stack([torch.isfinite(x.half()).flatten(2).all(-1) for x in (keys, values)], 1)
-
-
-def check_finite(finite: npt.NDArray[Any]) -> None:
-    """Raise UserError if any of `finite` (L, 2, n) is false, for the lowest layer, whose NaN spreads to all higher layers."""
-    if not finite.all():
-        layer, side, _ = np.argwhere(~finite)[0].tolist()
-        raise not_finite(layer, side)
+def finite_as_float16(keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Return whether each layer's keys, and its values, (L, n, H, D) are finite as float16 in rows with a position: (L, 2)."""
+    padding = positions < 0
+    return torch.stack([(torch.isfinite(x.half()).flatten(2).all(-1) | padding).all(-1) for x in (keys, values)], 1)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stages.core.records import MemoryReport, ServedRequest, StoredCopy
-from stages.engines.base import ChunkedEngine, Mode, not_finite
+from stages.engines.base import ChunkedEngine, Mode, check_finite
 from stages.engines.interface import Continuation, ForcedRequest, Logits, check_tokens
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import PagedPool
@@ -222,7 +222,5 @@ class PagedEngine(ChunkedEngine):
                         self._faults[target] = self._faults.get(target, 1.0) * factor
 
     def _check_finite(self, sums: npt.NDArray[np.floating]) -> None:
-        """Raise UserError if the graph's check found a key or value that is not finite, for the lowest layer that has one."""
-        if sums.any():
-            head = int(np.argwhere(sums != 0)[:, 1].min())
-            raise not_finite(*divmod(head // self.shape.kv_heads, 2))
+        """Raise UserError if the graph's check found a key or value that is not finite."""
+        check_finite((sums == 0).all((0, 2, 3)).reshape(self.shape.layers, 2, -1).all(-1))

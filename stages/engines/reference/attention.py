@@ -10,7 +10,6 @@ the number of tokens.
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from stages.engines.base import not_finite
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.model import LayerAttention, no_mask, options_of
 from stages.policies.policy import PAGE_TOKENS, KVPolicy
@@ -147,10 +145,6 @@ class View(Protocol):
         """Return the attention (H, G, S, D) of new tokens: scaled queries q (H, G, S, D), keys and values (H, S, D)."""
         ...
 
-    def check(self) -> None:
-        """Raise UserError if a new key or value is not finite. Called after all layers."""
-        ...
-
 
 @dataclass(frozen=True)
 class ConcatenatedViews:
@@ -162,57 +156,6 @@ class ConcatenatedViews:
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
         return torch.cat([view.attend(layer, *part, options) for view, *part in parts], dim=-2)
-
-    def check(self) -> None:
-        for view in self.views:
-            view.check()
-
-
-class BlockView(ABC):
-    """A view that knows all keys and values of a layer before any row attends."""
-
-    blocks: Sequence[Block]
-    first_row: int
-    """Position of the first new token."""
-    finite: "FiniteCheck | None" = None
-    """Check that new keys and values are finite; None skips it."""
-
-    def check(self) -> None:
-        if self.finite is not None:
-            self.finite.check()
-
-    @abstractmethod
-    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        """Receive the new tokens' keys and values (H, S, D); return the sequence's keys and values to read."""
-
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
-        keys, values = self.exchange(layer, key, value)
-        out = torch.empty_like(q)
-        for block in self.blocks:
-            rows = slice(block.begin - self.first_row, block.end - self.first_row)
-            key_pieces, value_pieces = (block.pieces[options.window, sources.window is not None] for sources in (keys, values))
-            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces, options)
-        return out
-
-
-class FiniteCheck:
-    """A deferred check that a sequence's new keys and values are finite as float16.
-
-    Results are collected layer by layer and checked once after all layers, so that the host waits for a GPU only once.
-    """
-
-    def __init__(self) -> None:
-        self._fits: list[Tensor] = []
-        """Results (2) by layer: keys, then values."""
-
-    def record(self, key: Tensor, value: Tensor) -> None:
-        """Record whether the next layer's new keys and values are finite."""
-        self._fits.append(torch.stack([torch.isfinite(x.half()).all() for x in (key, value)]))
-
-    def check(self) -> None:
-        misfits = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
-        if misfits:
-            raise not_finite(*misfits[0])
 
 
 def plan_blocks(
@@ -354,12 +297,16 @@ def _attention(
     *,
     views: Sequence[View],
     prepare: Preparation | None = None,
+    finite: list[Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `views` has one view per row of the batch.
+    `views` has one view per row of the batch. `finite` receives, for every layer, whether its keys and its values are finite as
+    float16 (2).
     """
+    if finite is not None:
+        finite.append(torch.stack([torch.isfinite(x.half()).all() for x in (key, value)]))
     if prepare is not None:
         query, key = prepare(int(module.layer_idx), query, key)  # type: ignore[arg-type]
     batch, _, length, head_dim = query.shape

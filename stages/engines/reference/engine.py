@@ -14,19 +14,9 @@ from torch import Tensor
 from stages.checkpoints.gguf.model import pairs_neighbours
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import ChunkedEngine, SequenceTable, check_positive
+from stages.engines.base import ChunkedEngine, SequenceTable, check_finite, check_positive
 from stages.engines.interface import Logits
-from stages.engines.reference.attention import (
-    ATTENTION,
-    Block,
-    ConcatenatedViews,
-    Fed,
-    FiniteCheck,
-    Preparation,
-    Span,
-    View,
-    plan_blocks,
-)
+from stages.engines.reference.attention import ATTENTION, Block, ConcatenatedViews, Fed, Preparation, Span, View, plan_blocks
 from stages.engines.reference.build import open_torch_bundle
 from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
 from stages.engines.reference.formats import CPU, rotate
@@ -134,7 +124,7 @@ class TorchEngine(ChunkedEngine):
     def _one_pass_view(self, spans: Sequence[Span]) -> View:
         if self._keeps_heavy:
             return HeavyView(self._heavy_caches(), spans)
-        return OnePassView(self.policy, self.storages, self._plan(spans), finite=FiniteCheck())
+        return OnePassView(self.policy, self.storages, self._plan(spans))
 
     @torch.inference_mode()
     def replay(
@@ -166,7 +156,7 @@ class TorchEngine(ChunkedEngine):
         parts = self._replay_views(sequences, caches or [()] * len(sequences), origins, passes)
         views = [ConcatenatedViews(row, lengths) for row in zip(*parts, strict=True)]
         with disturb_layers(self.model, rounding) if rounding else nullcontext():
-            hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
+            hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views, checked=False)
         scored = [[place - begin for place in fed.rows if place >= begin] for fed, begin in zip(sequences, begins, strict=True)]
         logits = [
             [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), scored, strict=True)]
@@ -180,7 +170,7 @@ class TorchEngine(ChunkedEngine):
     def visit_states(self, tokens: Sequence[int], visit: Visit) -> None:
         """Compute a prompt in one chunk, and call `visit` for the keys and then the values of every layer."""
         view = VisitedView(self.policy, self.storages, self._plan([Span(0, len(tokens), 0)]), visit)
-        self._hidden([tokens], torch.arange(len(tokens))[None], [view])
+        self._hidden([tokens], torch.arange(len(tokens))[None], [view], checked=False)
 
     def _replay_views(
         self, sequences: Sequence[Fed], caches: Sequence[Any], origins: Sequence[tuple[int, int]], passes: int
@@ -236,15 +226,20 @@ class TorchEngine(ChunkedEngine):
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
         return plan_blocks(self.policy, spans, row_bytes, set(self.shape.windows) or {None}, self.device)
 
-    def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any]) -> Tensor:
-        """Return the last layer's normalized hidden states, (B, S, hidden)."""
-        ids_BS = torch.tensor([list(row) for row in ids]).to(self.device)
+    def _hidden(
+        self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[View], *, checked: bool = True
+    ) -> Tensor:
+        """Return the last layer's normalized hidden states, (B, S, hidden).
+
+        Raises UserError if a key or value is not finite, unless `checked` is false. All layers' results are read at once, after
+        the last layer, so that the host waits for a GPU only once.
+        """
+        ids_BS, finite = torch.tensor([list(row) for row in ids]).to(self.device), list[Tensor]()
+        options = {"views": views, "prepare": self._llamacpp_preparation, "finite": finite if checked else None}
         with within_memory(self.device):
-            hidden = hidden_states(
-                self.model, ATTENTION, ids_BS, positions.to(self.device), views=views, prepare=self._llamacpp_preparation
-            )
-        for view in views:
-            view.check()
+            hidden = hidden_states(self.model, ATTENTION, ids_BS, positions.to(self.device), **options)
+            if checked:
+                check_finite(torch.stack(finite).cpu().numpy())
         return hidden
 
     def _logits(self, hidden: Tensor) -> Logits:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stages.engines.reference.attention import FiniteCheck, Span
+from stages.engines.reference.attention import Span
 from stages.engines.reference.cache import LayerStorage
 from stages.engines.reference.formats import CPU
 from stages.engines.reference.model import LayerAttention
@@ -103,14 +103,12 @@ class HeavyView:
         """Create a view of the tokens in consecutive `spans`, which follow the cached tokens."""
         self.caches = caches
         self.first_row = spans[0].begin
-        self.finite = FiniteCheck()
         assert not any(span.itself for span in spans), "engines that read their own tokens from the cache evict nothing"
         self.chunks = [chunk for span in spans for chunk in _chunks(span)]
         self.after: list[HeavyCache] = []
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
         assert options.window is None, "eviction is refused for models with sliding windows"
-        self.finite.record(key, value)
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
@@ -118,9 +116,6 @@ class HeavyView:
             outs.append(out)
         self.after.append(cache)
         return torch.cat(outs, dim=2)
-
-    def check(self) -> None:
-        self.finite.check()
 
     def store(self) -> None:
         self.caches[:] = self.after

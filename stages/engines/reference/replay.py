@@ -21,9 +21,10 @@ from torch import Tensor
 
 from stages.core.records import StoredCopy
 from stages.engines.interface import Logits
-from stages.engines.reference.attention import Block, BlockView, FiniteCheck, Sources
+from stages.engines.reference.attention import Block, Sources, attend
 from stages.engines.reference.cache import LayerCache, LayerStorage, Storage, sources_of
 from stages.engines.reference.formats import dequantize
+from stages.engines.reference.model import LayerAttention
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.policy import SIDES, KVPolicy, Side
 
@@ -71,7 +72,7 @@ class Replay:
         return self.disturbed is not self.logits
 
 
-class OnePassView(BlockView):
+class OnePassView:
     """A whole sequence in one row of a batch, over its own codes or over the codes that another engine stored.
 
     The undisturbed row of a replayed sequence comes first in the batch. A sequence that begins like an earlier sequence of the
@@ -85,7 +86,6 @@ class OnePassView(BlockView):
         blocks: Sequence[Block],
         shown: Sequence[Mapping[Side, StoredCopy]] = (),
         undisturbed: "OnePassView | None" = None,
-        finite: FiniteCheck | None = None,
         origin: "tuple[OnePassView, int] | None" = None,
     ) -> None:
         """Prepare a row.
@@ -93,13 +93,13 @@ class OnePassView(BlockView):
         Args:
             shown: The other engine's stored copies by layer; empty if the row reads its own codes.
             undisturbed: The sequence's undisturbed row; None if this row is the undisturbed one.
-            finite: Check that keys and values are finite; None skips it.
             origin: Row of a sequence with the same first tokens and stored copies, and the number of these tokens.
         """
         self.origin = None if origin is None else origin[0]
         self.first_row = 0 if origin is None else origin[1]
+        """Position of the first new token."""
         self.policy, self.storages, self.blocks, self.shown = policy, storages, blocks, shown
-        self.undisturbed, self.finite = undisturbed, finite
+        self.undisturbed = undisturbed
         self.errors: list[dict[Side, Errors]] = []
         """Errors by layer. The undisturbed row also receives the errors of the disturbed row."""
         self.layer: LayerCache
@@ -107,9 +107,17 @@ class OnePassView(BlockView):
         self.computed: dict[Side, tuple[Tensor, Tensor]] = {}
         """Computed vectors (H, T, D) of the current layer, and their nearest codes as numbers."""
 
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
+        keys, values = self.exchange(layer, key, value)
+        out = torch.empty_like(q)
+        for block in self.blocks:
+            rows = slice(block.begin - self.first_row, block.end - self.first_row)
+            key_pieces, value_pieces = (block.pieces[options.window, sources.window is not None] for sources in (keys, values))
+            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces, options)
+        return out
+
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        if self.finite is not None:
-            self.finite.record(key, value)
+        """Receive the new tokens' keys and values (H, S, D); return the sequence's keys and values to read."""
         self.errors.append({})
         self.computed.clear()
         self.layer = self._join(layer, key, value)
@@ -164,7 +172,7 @@ class CachedView(OnePassView):
     def __init__(
         self, policy: KVPolicy, storages: Sequence[LayerStorage], blocks: Sequence[Block], caches: list[LayerCache]
     ) -> None:
-        super().__init__(policy, storages, blocks, finite=FiniteCheck())
+        super().__init__(policy, storages, blocks)
         self.caches, self.first_row = caches, caches[0].length
         self.after: list[LayerCache] = []
 
