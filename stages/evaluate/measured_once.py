@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from math import log10
 from pathlib import Path
-from typing import Any
 
 from stages.core.records import Progress
 from stages.engines.interface import Engine, SupportsForced, SupportsRequests
@@ -21,7 +20,7 @@ from stages.evaluate.distances.distance import LogProbsReader, join_statistics, 
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, control_samples, count_tokens, repeated_samples
 from stages.evaluate.joining import fidelity, make_row
 from stages.evaluate.measure import prefix_labels, run_samples
-from stages.policies.policy import PAGE_TOKENS, Side
+from stages.policies.policy import PAGE_TOKENS
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.report import CacheStatistics, EngineTests, SampleRow, StressResult
@@ -97,9 +96,8 @@ def measure_once(
 
 def cache_statistics(engine: TorchEngine, tokens: Sequence[int]) -> list[CacheStatistics]:
     """Measure ranges and signal-to-noise ratios of keys and values by layer: of the first tokens, in the policy's formats."""
-    measured: list[CacheStatistics] = []
-
-    def visit(layer: int, side: Side, computed: Any, stored: Any) -> None:
+    measured = []
+    for layer, side, computed, stored in engine.states(tokens[:MAX_STATISTICS_TOKENS]):
         signal, noise = (float(x.double().pow(2).sum()) for x in (computed, stored - computed))
         measured.append(
             CacheStatistics(
@@ -111,8 +109,6 @@ def cache_statistics(engine: TorchEngine, tokens: Sequence[int]) -> list[CacheSt
                 snr_db=10 * (log10(signal) - log10(noise)) if signal and noise else None,
             )
         )
-
-    engine.visit_states(tokens[:MAX_STATISTICS_TOKENS], visit)
     return measured
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from stages.core.records import StoredCopy
-from stages.engines.reference.attention import Sources
 from stages.engines.reference.formats import CPU, dequantize, quantize, static_scales
 from stages.policies.arithmetic_torch import Static, Stored
 from stages.policies.formats import Format
@@ -97,10 +96,3 @@ class LayerCache:
 
 def _array(x: Tensor | None, dtype: Any) -> Any:
     return None if x is None else x.contiguous().view(torch.uint8).cpu().numpy().view(dtype)
-
-
-def sources_of(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor) -> Sources:
-    """Return a sequence's keys or values x (H, T, D) in every form that rows read."""
-    window = storages.get(side.window)
-    exact = x.half().float() if policy.exact_tokens else None
-    return Sources(exact, storages[side].round(x), None if window is None else window.round(x), x)

@@ -22,7 +22,7 @@ from stages.engines.reference.cache import LayerCache, LayerStorage, layer_stora
 from stages.engines.reference.formats import CPU, rotate
 from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import head, hidden_states, place_model, round_inputs, scales_for, shape_for, within_memory
-from stages.engines.reference.replay import CachedView, OnePassView, Replay, Visit, VisitedView, disturb_layers
+from stages.engines.reference.replay import CachedView, OnePassView, Replay, disturb_layers
 from stages.policies.ggml.arithmetic_torch import round_queries
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
@@ -167,10 +167,19 @@ class TorchEngine(ChunkedEngine):
         return [Replay(sound, off, layers) for sound, off, layers in zip(logits[0], logits[-1], errors, strict=True)]
 
     @torch.inference_mode()
-    def visit_states(self, tokens: Sequence[int], visit: Visit) -> None:
-        """Compute a prompt in one chunk, and call `visit` for the keys and then the values of every layer."""
-        view = VisitedView(self.policy, self.storages, self._plan([Span(0, len(tokens), 0)]), visit)
+    def states(self, tokens: Sequence[int]) -> list[tuple[int, Side, Tensor, Tensor]]:
+        """Compute a prompt in one chunk.
+
+        Return layer, side, and the keys or values (H, T, D) as computed and as read from the cache.
+        """
+        empty = [LayerCache.empty(self.shape, self.device)] * self.shape.layers
+        view = CachedView(self.policy, self.storages, self._plan([Span(0, len(tokens), 0)]), empty)
         self._hidden([tokens], torch.arange(len(tokens))[None], [view], checked=False)
+        return [
+            (layer, side, x, self.storages[layer][side].round(x))
+            for layer, cache in enumerate(view.after)
+            for side, x in ((Side.KEY, cache.key), (Side.VALUE, cache.value))
+        ]
 
     def _replay_views(
         self, sequences: Sequence[Fed], caches: Sequence[Any], origins: Sequence[tuple[int, int]], passes: int

@@ -9,7 +9,7 @@ activations, and so measures how much rounding may cost.
 Shapes: H KV heads, T tokens of the sequence, n tokens of a copy, D head_dim, W bytes and g scales of a token, V vocab_size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +22,11 @@ from torch import Tensor
 from stages.core.records import StoredCopy
 from stages.engines.interface import Logits
 from stages.engines.reference.attention import Block, Sources, attend
-from stages.engines.reference.cache import LayerCache, LayerStorage, Storage, sources_of
+from stages.engines.reference.cache import LayerCache, LayerStorage, Storage
 from stages.engines.reference.formats import dequantize
 from stages.engines.reference.model import LayerAttention
 from stages.policies.arithmetic_torch import Static, Stored
-from stages.policies.policy import SIDES, KVPolicy, Side
+from stages.policies.policy import KVPolicy, Side
 
 SMALLEST = 1e-30
 """Lower bound of a vector's length, which prevents a division by zero."""
@@ -108,20 +108,16 @@ class OnePassView:
         """Computed vectors (H, T, D) of the current layer, and their nearest codes as numbers."""
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, options: LayerAttention) -> Tensor:
-        keys, values = self.exchange(layer, key, value)
+        self.errors.append({})
+        self.computed.clear()
+        self.layer = self._join(layer, key, value)
+        keys, values = self._sources(layer, Side.KEY, self.layer.key), self._sources(layer, Side.VALUE, self.layer.value)
         out = torch.empty_like(q)
         for block in self.blocks:
             rows = slice(block.begin - self.first_row, block.end - self.first_row)
             key_pieces, value_pieces = (block.pieces[options.window, sources.window is not None] for sources in (keys, values))
             out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces, options)
         return out
-
-    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        """Receive the new tokens' keys and values (H, S, D); return the sequence's keys and values to read."""
-        self.errors.append({})
-        self.computed.clear()
-        self.layer = self._join(layer, key, value)
-        return self._sources(layer, Side.KEY, self.layer.key), self._sources(layer, Side.VALUE, self.layer.value)
 
     def _join(self, layer: int, key: Tensor, value: Tensor) -> LayerCache:  # noqa: ARG002
         """Return the sequence's keys and values in a layer, with the new ones at the end."""
@@ -131,13 +127,15 @@ class OnePassView:
         return LayerCache(earlier.key[:, : self.first_row], earlier.value[:, : self.first_row]).append(key, value)
 
     def _sources(self, layer: int, base: Side, x: Tensor) -> Sources:
-        sources = sources_of(self.policy, self.storages[layer], base, x)
-        copies = self.shown[layer] if self.shown else {}
-        if base in copies:
-            sources = sources._replace(base=self._replace_codes(layer, base, sources.base, x, copies[base]))
-        if base.window in copies and sources.window is not None:
-            sources = sources._replace(window=self._replace_codes(layer, base.window, sources.window, x, copies[base.window]))
-        return sources
+        """Return a sequence's keys or values x (H, T, D) in every form that rows read."""
+        storages, copies = self.storages[layer], self.shown[layer] if self.shown else {}
+
+        def read(side: Side) -> Tensor:
+            own = storages[side].round(x)
+            return self._replace_codes(layer, side, own, x, copies[side]) if side in copies else own
+
+        exact = x.half().float() if self.policy.exact_tokens else None
+        return Sources(exact, read(base), read(base.window) if base.window in storages else None, x)
 
     def _replace_codes(self, layer: int, side: Side, own: Tensor, x: Tensor, copy: StoredCopy) -> Tensor:
         """Record this row's errors; return `own`, its numbers (H, T, D), with all kept tokens taken from the other engine.
@@ -183,23 +181,6 @@ class CachedView(OnePassView):
     def store(self) -> None:
         """Keep the new keys and values. Called after all layers have run, so that a refused token changes nothing."""
         self.caches[:] = self.after
-
-
-Visit = Callable[[int, Side, Tensor, Tensor], None]
-"""Function of a layer, a side, its keys or values (H, T, D) as computed, and these vectors as read from the cache."""
-
-
-class VisitedView(OnePassView):
-    """A prompt of one chunk. Calls `visit` with the keys and values of every layer."""
-
-    def __init__(self, policy: KVPolicy, storages: Sequence[LayerStorage], blocks: Sequence[Block], visit: Visit) -> None:
-        super().__init__(policy, storages, blocks)
-        self.visit = visit
-
-    def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        for side, x in zip(SIDES, (key, value), strict=True):
-            self.visit(layer, side, x, self.storages[layer][side].round(x))
-        return super().exchange(layer, key, value)
 
 
 def _excess_error(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
