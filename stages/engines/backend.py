@@ -65,10 +65,6 @@ class Artifacts(Protocol):
         """Return the quantized weights, a checkpoint that the baseline and every candidate share."""
         ...
 
-    def quantized(self, policy: KVPolicy) -> Artifact:
-        """Return the policy and its static scales."""
-        ...
-
     def exports(self, policy: KVPolicy) -> Artifact:
         """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
         ...

@@ -83,12 +83,6 @@ def on_cpu(interpreter: Interpreter) -> bool:
 
 
 CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2; of GPUs also nvfp4, vllm_int8, vllm_fp8 and vllm_int4"
-SIMILAR_TYPES = {
-    "fp8_e4m3 per_token": "fp8_per_token_head has float32 scales, but this policy rounds them to float16; see kv=vllm_fp8",
-    "int8 per_token": "int8_per_token_head has float32 scales, but this policy rounds them to float16; see kv=vllm_int8",
-    "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits; see kv=vllm_int4",
-}
-"""Format for which vLLM only has a similar type -> the difference, for the error message."""
 
 
 def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
@@ -108,7 +102,7 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
 
 def _reason(policy: KVPolicy, key: Format, dtype: str | None, config: VllmConfig) -> str | None:
     """Return why vLLM's cache type `dtype` cannot store a policy; None if it can."""
-    skips, form = skipped_layers(policy), describe_format(key)
+    skips = skipped_layers(policy)
     if reason := single_format_refusal(policy if skips is None else policy.model_copy(update={"overrides": ()})):
         return reason
     if skips and key.exact:
@@ -116,7 +110,7 @@ def _reason(policy: KVPolicy, key: Format, dtype: str | None, config: VllmConfig
     if key.dtype == "fp8_e5m2" and key.scale != "uncalibrated":
         return "it reads E5M2 only at scale 1.0"
     if not dtype:
-        return f"{form} is not supported by this engine" + (f": {SIMILAR_TYPES[form]}" if form in SIMILAR_TYPES else "")
+        return f"{describe_format(key)} is not supported by this engine"
     if key.dtype == "bf16" and config.dtype != "bfloat16":
         return f"without a quantized cache its type is backend.dtype={config.dtype}"
     return None

@@ -95,7 +95,7 @@ def test_supported_combinations_are_accepted() -> None:
     ("check", "expected"),
     [
         (lambda: cache_dtype(SHIPPED["int4"], TWO_WORKERS), "^kv=int4: backend=vllm cannot hold it"),
-        (lambda: cache_dtype(SHIPPED["fp8_token"], TWO_WORKERS), "^kv=fp8_token: .*fp8_per_token_head has float32 scales"),
+        (lambda: cache_dtype(SHIPPED["fp8_token"], TWO_WORKERS), "^kv=fp8_token: .*fp8_e4m3 per_token is not supported"),
         (
             lambda: cache_dtype(k8v4(overrides=[{"layers": [0], "key": EXACT["key"]}]), TWO_WORKERS),
             r"overrides\.0\.key fp16 none: its cache has one type",
