@@ -3,7 +3,6 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,11 +28,22 @@ class BundleRecord(StrictModel):
     files: dict[str, str]
     """File name -> sha256 of every file that loading reads."""
 
-
-class ModelRecord(BundleRecord):
     @property
     @abstractmethod
     def shape(self) -> KVShape: ...
+
+
+class ShapedRecord(BundleRecord):
+    """A `bundle.json` that records the shape of the model's cache by its fields."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.layers, self.kv_heads, self.head_dim, self.windows)
 
 
 def release_of(version: str) -> tuple[int, int]:
@@ -63,7 +73,6 @@ class BuiltFor(StrictModel):
 
 
 B = TypeVar("B", bound=BundleRecord)
-M = TypeVar("M", bound=ModelRecord)
 
 
 class _AnyBackend(BaseModel):
@@ -87,13 +96,6 @@ def read_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales:
     return scales
 
 
-def read_policy(directory: Path, shape: KVShape) -> tuple[KVPolicy, KVScales]:
-    """Read the policy and the static scales of a bundle. Raises UserError if they do not fit the model's shape."""
-    policy = read_record(directory / POLICY_FILE, KVPolicy)
-    policy.check_shape(shape)
-    return policy, read_scales(directory / SCALES_FILE, policy, shape)
-
-
 def begin_bundle(source: Path, out: Path, policy: KVPolicy, scales: Path, shape: KVShape) -> KVScales:
     """Write the policy, its static scales and the tokenizer of `source` to the empty directory `out`; return the scales."""
     static = read_scales(scales, policy, shape)
@@ -114,21 +116,26 @@ def write_bundle(directory: Path, bundle: BundleRecord) -> None:
     (directory / BUNDLE_FILE).write_text(text + "\n")
 
 
-def open_record(directory: Path, record: type[B], backend: str) -> B:
-    """Read `bundle.json` and verify its files. Raises UserError if another backend built it or a file is missing or changed."""
+def open_bundle(directory: Path, record: type[B], backend: str) -> tuple[B, KVPolicy, KVScales]:
+    """Read and verify a bundle.
+
+    Raises UserError if another backend built it, if a file is missing or has changed since the build, or if policy, scales and
+    model do not match.
+    """
     path = directory / BUNDLE_FILE
     built_by = read_record(path, _AnyBackend).backend
     if built_by != backend:
         raise UserError(f"{path}: backend={built_by}, this engine loads backend={backend}")
     bundle = read_record(path, record)
-    verify_files(directory, bundle.files)
-    return bundle
-
-
-def open_bundle(directory: Path, record: type[M], backend: str) -> tuple[M, KVPolicy, KVScales]:
-    """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
-    bundle = open_record(directory, record, backend)
-    return bundle, *read_policy(directory, bundle.shape)
+    for name in bundle.files:
+        if not (directory / name).is_file():
+            raise UserError(f"{directory / name} is missing: build the engine again with stage=build")
+    for name, digest in file_digests(directory, bundle.files).items():
+        if digest != bundle.files[name]:
+            raise UserError(f"{directory / name} is not the file that was built: build the engine again with stage=build")
+    policy = read_record(directory / POLICY_FILE, KVPolicy)
+    policy.check_shape(bundle.shape)
+    return bundle, policy, read_scales(directory / SCALES_FILE, policy, bundle.shape)
 
 
 def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exactly: bool = False) -> None:
@@ -144,13 +151,3 @@ def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exac
         f"{directory}: this engine was built for {built}, but this machine has {machine}: build it here with stage=build, or "
         "load it on a matching machine"
     )
-
-
-def verify_files(directory: Path, files: Mapping[str, str]) -> None:
-    """Raise UserError if one of `files` (name -> digest) is missing or differs."""
-    for name in files:
-        if not (directory / name).is_file():
-            raise UserError(f"{directory / name} is missing: build the engine again with stage=build")
-    for name, digest in file_digests(directory, files).items():
-        if digest != files[name]:
-            raise UserError(f"{directory / name} is not the file that was built: build the engine again with stage=build")

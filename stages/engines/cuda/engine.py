@@ -11,12 +11,13 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.engines.base import LOGIT_STEP, check_positive
+from stages.engines.bundle import ShapedRecord, open_bundle
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.passes import DecodePass, PrefillPass
 from stages.engines.gpu import resolve_device
 from stages.engines.interface import Continuation, Engine, Logits
 from stages.engines.paged.kernel_layout import check_kernels
-from stages.engines.reference.build import open_torch_bundle
+from stages.engines.reference.build import BACKEND
 from stages.engines.reference.model import scales_for, shape_for
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import KVScales
@@ -31,7 +32,7 @@ def load_engine(
     """Load a bundle of backend=torch onto the current GPU. `threads` applies to all of torch in this process."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     resolve_device("cuda")
-    policy, scales = open_torch_bundle(bundle)
+    _, policy, scales = open_bundle(bundle, ShapedRecord, BACKEND)
     info = inspect_checkpoint(bundle)
     check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)

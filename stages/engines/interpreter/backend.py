@@ -6,6 +6,7 @@ A bundle has a checkpoint, and the arguments to serve it.
 import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -18,34 +19,27 @@ from stages.core.errors import UserError
 from stages.core.files import link_or_copy_all
 from stages.core.records import Progress
 from stages.engines.backend import Artifacts, Backend, Job, Source
-from stages.engines.bundle import BuiltFor, ModelRecord, begin_bundle, write_bundle
+from stages.engines.bundle import BuiltFor, ShapedRecord, begin_bundle, write_bundle
 from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Engine
 from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, inspect_interpreter
 from stages.engines.interpreter.protocol import Resolved
-from stages.policies.policy import KVPolicy, KVShape
+from stages.policies.policy import KVPolicy
 
 C = TypeVar("C", bound=InterpreterConfig)
 
 CHECKPOINT = "checkpoint"
 
 
-class ServedBundle(ModelRecord):
+class ServedBundle(ShapedRecord):
     """`bundle.json`."""
 
     built_for: BuiltFor
-    layers: int
-    kv_heads: int
-    head_dim: int
     vocab_size: int
     max_tokens: int
     max_batch: int
     arguments: dict[str, Any]
     """Serving arguments under the library's own names."""
-
-    @property
-    def shape(self) -> KVShape:
-        return KVShape(self.layers, self.kv_heads, self.head_dim)
 
 
 class InterpreterBackend(Backend[C], Generic[C]):
@@ -104,9 +98,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
             "built_for": BuiltFor(
                 library=self.program.library, version=interpreter.release, compute_capabilities=interpreter.compute_capabilities
             ),
-            "layers": info.shape.layers,
-            "kv_heads": info.shape.kv_heads,
-            "head_dim": info.shape.head_dim,
+            **asdict(info.shape),
             "vocab_size": info.vocab_size,
             "max_tokens": self.config.context_limit,
             **self.write_served(out, info, policy),

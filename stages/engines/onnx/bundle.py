@@ -1,7 +1,7 @@
 """The engine bundle of backend=onnxruntime on disk, and the check that it is unchanged since the build."""
 
 from stages.core.strict import StrictModel
-from stages.engines.bundle import ModelRecord
+from stages.engines.bundle import BundleRecord
 from stages.engines.onnx.config import ComputeDType
 from stages.policies.policy import KVShape
 
@@ -45,7 +45,7 @@ class ModelInfo(StrictModel):
         return KVShape(self.layers, self.kv_heads, self.head_dim, self.windows)
 
 
-class Bundle(ModelRecord):
+class Bundle(BundleRecord):
     """`bundle.json`."""
 
     model: ModelInfo

@@ -15,9 +15,10 @@ from stages.checkpoints.gguf.model import pairs_neighbours
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, SequenceTable, check_finite, check_positive
+from stages.engines.bundle import ShapedRecord, open_bundle
 from stages.engines.interface import Logits
 from stages.engines.reference.attention import ATTENTION, Block, ConcatenatedViews, Fed, Preparation, Span, View, plan_blocks
-from stages.engines.reference.build import open_torch_bundle
+from stages.engines.reference.build import BACKEND
 from stages.engines.reference.cache import LayerCache, LayerStorage, layer_storages
 from stages.engines.reference.formats import CPU, rotate
 from stages.engines.reference.heavy import HeavyCache, HeavyView
@@ -31,7 +32,7 @@ from stages.policies.scales import KVScales
 def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, device: torch.device = CPU) -> "TorchEngine":
     """Load a bundle. `threads` applies to all of torch in this process. Raises MissingRequirement if the GPU is too small."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
-    policy, scales = open_torch_bundle(bundle)
+    _, policy, scales = open_bundle(bundle, ShapedRecord, BACKEND)
     torch.set_num_threads(threads)
     model = place_model(load_causal_lm(bundle, dtype=torch.float32), device)
     round_inputs(model)
