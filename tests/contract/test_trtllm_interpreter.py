@@ -38,9 +38,7 @@ def test_unsupported_releases_are_refused_with_the_needed_one(tmp_path: Path) ->
     for release in ("1.2.0", "1.3.0rc20", "1.3.0rc21"):
         interpreter = inspect_interpreter(PROGRAM, make_interpreter(tmp_path / release, release=release))
         assert interpreter.release == release
-        assert [(device.name, device.compute_cap, device.driver) for device in interpreter.devices] == [
-            ("Fake H0", "9.0", "580.95")
-        ]
+        assert [(device.name, device.compute_cap) for device in interpreter.devices] == [("Fake H0", "9.0")]
         require_target("pytorch", interpreter)
         if release != "1.3.0rc21":
             require_target("engine", interpreter)

@@ -1,7 +1,6 @@
 """TensorRT-LLM's engines on the fake, and their worker, which dies, hangs, prints noise or is orphaned, and always ends."""
 
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -233,7 +232,6 @@ def test_two_ranks_together_hold_the_checkpoint_of_one(
     single = open_engine(bundles["fp8"], python)
     tokens = [*PROMPT, *ANSWER]
     np.testing.assert_array_equal(engine.forced(tokens, len(PROMPT)), single.forced(tokens, len(PROMPT)))
-    assert len(json.loads((bundle / "bundle.json").read_text())["gpus"]) == 2
     with pytest.raises(UserError, match=r"backend\.tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9"):
         open_engine(bundle, make_interpreter(work / "unequal", gpus=("9.0", "8.9")))
     with pytest.raises(MissingRequirement, match="needs 2 NVIDIA GPU"):

@@ -11,8 +11,6 @@ class Device(StrictModel):
     name: str
     compute_cap: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
     """For example `8.9`."""
-    driver: str = ""
-    """Version of the driver; empty if the worker does not query it."""
 
     def __str__(self) -> str:
         return f"{self.name}, SM {self.compute_cap}"

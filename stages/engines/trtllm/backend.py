@@ -177,8 +177,6 @@ class TrtllmBundle(ServedBundle):
     """`bundle.json` of both targets. `arguments` are the settings under TensorRT-LLM's own dotted keys."""
 
     target: TargetName
-    gpus: list[str]
-    """Name and driver of the building machine's GPUs, one per rank."""
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
@@ -230,7 +228,6 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
             "built_for": BuiltFor(library=PROGRAM.library, version=self.interpreter.release, compute_capabilities=capabilities),
             "target": config.target,
             "tensor_parallel_size": ranks,
-            "gpus": [f"{device.name}, driver {device.driver or 'unknown'}" for device in self.interpreter.devices[:ranks]],
             "max_batch": config.max_batch_size,
             "max_input_len": config.max_input_len,
             **write_served(info.path.parent, out, config, policy, self.interpreter),

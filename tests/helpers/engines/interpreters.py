@@ -25,8 +25,6 @@ def make_interpreter(
 ) -> str:
     """Create an interpreter with fake libraries and return its path. `mode` selects a fault, `says` replaces all output."""
     folder.mkdir(parents=True)
-    # nvidia-smi is only queried for the driver version, and ignores CUDA_VISIBLE_DEVICES.
-    script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
     return script(
         folder / "python",
         f"export FAKE_RELEASE='{release}' FAKE_MODE='{mode}' FAKE_GPUS='{json.dumps(gpus)}'\n"

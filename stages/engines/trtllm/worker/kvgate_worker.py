@@ -8,7 +8,6 @@ import asyncio
 import copy
 import importlib
 import itertools
-import shutil
 import subprocess
 import sys
 import time
@@ -34,21 +33,9 @@ BUILD_MODULE = "tensorrt_llm.commands.build"
 
 
 def describe() -> dict[str, Any]:
-    """Return the installed release and this process's visible GPUs in CUDA's order.
-
-    nvidia-smi provides only the driver's version, which all GPUs share, because it ignores CUDA_VISIBLE_DEVICES and orders
-    GPUs differently. The version is empty in a container without nvidia-smi.
-    """
     import tensorrt_llm
 
     described: dict[str, Any] = kvgate_rows.describe_installation(tensorrt_llm.__version__)
-    driver = ""
-    if described["devices"] and shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        completed = subprocess.run(command, check=False, capture_output=True, text=True)
-        driver = completed.stdout.partition("\n")[0].strip() if completed.returncode == 0 else ""
-    for device in described["devices"]:
-        device["driver"] = driver
     return described
 
 
