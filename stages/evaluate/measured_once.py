@@ -51,8 +51,7 @@ def measure_once(
     Args:
         measured: Directory that `measure` wrote for the engine in the first round.
         reference: The reference engine for the stress test and the cache's statistics of a candidate; None skips both.
-        baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
-            stress test, must-fail control or full-pool test, because it is never served.
+        baseline: The baseline's directory; None for the baseline itself, which is never served and needs no further tests.
         planned: The samples of all rounds. The verdict covers the length of the longest.
         serves: Whether the engine may still be served: it needs a stress test and a full pool.
     """
@@ -61,21 +60,19 @@ def measure_once(
     encoded = first_round.scored(encoded)
     subset = repeated_samples(encoded, config)
     stopping = StoppingCriteria(tokenizer.stop_tokens(config), config.extra_new_tokens)
-    batch = config.batch_size
     label = progress if baseline is not None else prefix_labels(progress, "baseline: ")
-    repeated = _rerun_samples(engine, subset, batch, stored_logprobs(measured / LOGPROBS), stopping, label)
+    repeated = _rerun_samples(engine, subset, config.batch_size, stored_logprobs(measured / LOGPROBS), stopping, label)
     longest = max(map(stopping.longest, [*planned, *encoded]))
-    free = free_answers(engine, subset, batch, stopping, label, [result.answer for result in repeated])
-    stress, cache = None, list[CacheStatistics]()
+    free = free_answers(engine, subset, config.batch_size, stopping, label, [result.answer for result in repeated])
+    cache, stress = list[CacheStatistics](), None
     if baseline is not None and reference is not None:
         item = max([*planned, *encoded], key=lambda item: len(item.prompt))
         cache = cache_statistics(reference.engine, [*item.prompt, *item.reference])
         if serves:
             stress = _stress_test(engine, reference, encoded, planned, longest, config, label, first_round.conformance)
     system = measure_system(engine, config.load, label)
-    noise = None
-    if repeated:  # the distances of repeated samples from the engine's own first results
-        noise = fidelity(join_statistics([result.statistics for result in repeated]))
+    # Distances of the repeated samples from the engine's own first results.
+    noise = fidelity(join_statistics([result.statistics for result in repeated])) if repeated else None
     if baseline is None:
         return EngineTests(free_answers=free, noise=noise, system=system)
     count = engine.full_pool_requests if config.full_pool is None else config.full_pool

@@ -119,8 +119,7 @@ def test_a_champion_of_another_work_directory_competes(fleet: Fleet, capsys: pyt
     output = capsys.readouterr().out
     assert f"registry: {fleet.name} at MLflow's store sqlite:///" in output
     assert "int8 (version 1) stays the champion" in output
-    where = f"tracking_uri='{fleet.uri}', workdir='{fleet.serving}'"
-    assert f"Serve it with: pipeline.api.champion('{fleet.name}', {where})" in output
+    assert f"Load it with: pipeline.api.champion('{fleet.name}')" in output
     assert PARTIAL not in output
 
 
