@@ -288,6 +288,22 @@ def test_without_compared_requests_no_reference_engine_is_built(
     assert ("build int8 as torch" in titles) is (compared > 0)
 
 
+@pytest.mark.parametrize(("kv", "serves"), [("fp8", True), ("int8", True), ("int4_tensor", False)])
+def test_only_an_engine_that_fails_the_first_round_gets_no_stress_test(
+    kv: str, serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, measured = list[bool](), fake_stages.measure_once()
+
+    def measure_once(serves: bool) -> Any:
+        asked.append(serves)
+        return measured
+
+    monkeypatch.setattr(fake_stages, "measure_once", measure_once)
+    use_fake_stages(monkeypatch)
+    Run(configured(tmp_path, f"kv={kv}")).verdict_steps.report()
+    assert asked == [True, serves]
+
+
 def test_a_sweep_that_judges_nothing_changes_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(_: Run) -> None:
         raise MissingRequirement("no compiler")
