@@ -110,10 +110,12 @@ def backends_with(name: str) -> str:
 
 
 def suggest(value: str, choices: Sequence[str]) -> str:
-    """Return the hint after an invalid value: the choice that the value begins with or resembles, or all choices."""
+    """Return the hint after an invalid value: the choice that it resembles or that has most of its words, or all choices."""
     text = value.lower().replace("-", "_")
-    begun = [choice for choice in choices if choice == text or re.match(rf"{re.escape(choice)}[_.]", text)]
-    close = sorted(begun, key=len)[-1:] or get_close_matches(text, choices, n=1, cutoff=0.75)
-    if close:
+    words = set(re.findall(r"[^\W_]+", text))
+    counts = {choice: choice.count("_") for choice in choices if words.issuperset(choice.split("_"))}
+    most = [choice for choice, count in counts.items() if count == max(counts.values())]
+    close = get_close_matches(text, choices, 1, 0.9) or most or get_close_matches(text, choices, 1, 0.75)
+    if len(close) == 1:
         return f", did you mean {close[0]}?"
     return f"; choose one of {', '.join(choices)}" if choices else ""

@@ -34,6 +34,8 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("kv=INT8", "kv=INT8: no such option, did you mean int8?"),
     ("kv=fp8-head", "kv=fp8-head: no such option, did you mean fp8_head?"),
     ("kv=int8_static", "kv=int8_static: no such option, did you mean int8?"),
+    ("kv=fp8_e4m3_per_head", "kv=fp8_e4m3_per_head: no such option, did you mean fp8_head?"),
+    ("kv=int8_chanel", "kv=int8_chanel: no such option, did you mean int8_channel?"),
     ("gates.min_recovery=95%", "gates.min_recovery: input should be a valid number (got '95%')"),
     ("dry=yes", "dry: must be true or false (got 'yes')"),
     ("gates.min_recovery=0,95", "gates.min_recovery=0,95: several values need a sweep; add -m, or give one value"),

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from helpers.commands import fake_stages
 from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 from helpers.commands.jobs import configured, run_job
 from helpers.registry.candidates import judged_candidate
