@@ -19,7 +19,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from stages.checkpoints.description import TOKENS
 from stages.core.records import finite, or_infinite
 from stages.engines.backend import ROUNDING
 from stages.engines.interface import Engine, SupportsStored, SupportsStoredRequest
@@ -104,7 +103,7 @@ class ReferenceEngine:
     def special_tokens(self) -> list[int]:
         """Tokens that the model's config names as the begin or end of a text, or as padding."""
         config = self.engine.model.config
-        named = [getattr(config, name, None) for name in TOKENS]
+        named = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")]
         ids = [token for name in named for token in (name if isinstance(name, list) else [name])]
         return [token for token in dict.fromkeys(ids) if isinstance(token, int) and 0 <= token < self.engine.vocab_size]
 
