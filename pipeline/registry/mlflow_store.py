@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from getpass import getuser
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -163,16 +162,15 @@ class MlflowStore(RegistryReader):
         """Register an engine, and log its verdict, metrics and answers; return the candidate with its run and version."""
         tables = {name: table for name, table in run_content.run_tables(candidate, rows).items() if table}
         model, about = self.location.model_name, run_content.description(candidate)
-        run_id = self._begin_run(f"{candidate.name}: {candidate.verdict}", sweep)
-        version, model_id = self._add_version(candidate, run_id)
+        checkpoint = {} if candidate.checkpoint is None else {"checkpoint_digest": candidate.checkpoint}
+        run_id = self._begin_run(f"{candidate.name}: {candidate.verdict}", sweep, {**candidate.citations, **checkpoint})
+        version = self._add_version(candidate, run_id)
         fetch = f"mlflow artifacts download --artifact-uri models:/{model}/{version} --dst-path engine"
         tags = {
             "kv": candidate.name,
             "backend": candidate.backend,
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
-            **candidate.citations,
-            **({"checkpoint_digest": candidate.checkpoint} if candidate.checkpoint is not None else {}),
             "model_version": version,
             "mlflow.runColor": run_content.COLOURS.get(candidate.verdict, run_content.UNDECIDED),
             "mlflow.note.content": f"{about}\n\nRegistered as version {version} of `{model}`:\n\n```sh\n{fetch}\n```",
@@ -181,7 +179,7 @@ class MlflowStore(RegistryReader):
         }
         params = [Param(name, value) for name, value in run_content.flat_params(config).items()]
         self.client.log_batch(run_id, params=params)
-        self._log(run_id, tags, run_content.candidate_metrics(candidate), model_id)
+        self._log(run_id, tags, {})
         for name, table in tables.items():
             self.client.log_text(run_id, run_content.table_text(table), name)
         self.attach(run_id, [candidate.report.path])
@@ -189,10 +187,11 @@ class MlflowStore(RegistryReader):
         self._show_baseline(candidate, sweep)
         return candidate.model_copy(update={"run_id": run_id, "version": version})
 
-    def _begin_run(self, title: str, sweep: str) -> str:
+    def _begin_run(self, title: str, sweep: str, tags: Mapping[str, str]) -> str:
         """Create a run and return its id. It counts as FAILED until it is complete, so a killed command leaves no open run."""
-        tags = {"sweep": sweep, "mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
-        run_id = str(self.client.create_run(self.experiment_id, tags=tags, run_name=redact_text(title)).info.run_id)
+        owned = {**tags, "sweep": sweep, "mlflow.user": run_content.author(), "mlflow.source.name": "kvgate"}
+        safe = {name: redact_text(value) for name, value in owned.items()}
+        run_id = str(self.client.create_run(self.experiment_id, tags=safe, run_name=redact_text(title)).info.run_id)
         self.client.set_terminated(run_id, "FAILED")
         return run_id
 
@@ -214,8 +213,8 @@ class MlflowStore(RegistryReader):
         query = " and ".join(["attributes.status = 'FINISHED'", *wanted])
         with locked(self.lock, "logging the baseline"):
             if not self.client.search_runs([self.experiment_id], query, max_results=1):
-                run_id = self._begin_run("fp16: baseline", sweep)
-                self._log(run_id, {**tags, "mlflow.runColor": run_content.UNDECIDED}, metrics)
+                run_id = self._begin_run("fp16: baseline", sweep, {**tags, "mlflow.runColor": run_content.UNDECIDED})
+                self._log(run_id, {}, metrics)
                 self.client.set_terminated(run_id, "FINISHED")
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
@@ -227,17 +226,20 @@ class MlflowStore(RegistryReader):
 
     # Engines
 
-    def _add_version(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
-        """Register the engine unless an equal version exists; return the version and the id of its logged model."""
+    def _add_version(self, candidate: Candidate, run_id: str) -> str:
+        """Log the engine's metrics, and register it unless an equal version exists; return the version."""
         tags = {"kv": candidate.name, "verdict": candidate.verdict, IDENTITY_TAG: candidate.identity.digest}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
         model_name = self.location.model_name
         with locked(self.lock, "registering an engine"):
             versions = self.client.search_model_versions(f"name = '{model_name}' and {query}", max_results=1)
+            metrics = run_content.candidate_metrics(candidate)
             if versions:
                 version = version_of(versions[0])
+                self._log(run_id, {}, metrics, version.model_id)
             else:
                 model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
+                self._log(run_id, {}, metrics, model.model_id)  # first: a killed command's version is used with its run
                 place, description = model.artifact_location, redact_text(run_content.description(candidate))
                 created = self.client.create_model_version(
                     model_name, place, run_id, tags, description=description, model_id=model.model_id
@@ -247,7 +249,7 @@ class MlflowStore(RegistryReader):
             self.client.set_logged_model_tags(version.model_id, {"mlflow.modelVersions": registered})
             self._nominate(candidate, version.number)
         self.client.log_outputs(run_id, [LoggedModelOutput(version.model_id, 0)])
-        return version.number, version.model_id
+        return version.number
 
     def _nominate(self, candidate: Candidate, version: str) -> None:
         """Set the alias `candidate` to a version unless it failed; after a FAIL, remove the alias from the same engine."""

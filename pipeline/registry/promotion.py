@@ -12,21 +12,18 @@ much shorter contexts than the champion is chosen only by name.
 """
 
 import math
-import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from getpass import getuser
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pipeline.registry.moves import Move, make_moves, route_back, route_of
+from pipeline.registry.run_content import author
 from pipeline.registry.tracking import CHAMPION, LostFiles, RegisteredModel, Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
-from stages.core.redaction import redact_text
 from stages.engines.config import is_least_preferred
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
@@ -42,19 +39,6 @@ TESTED_TOKENS = "quality/covered_tokens"
 MIN_TESTED_SHARE = 0.5
 """Minimum tested context of a candidate that is promoted without promote.name, as a share of the champion's tested context. The
 share is below 1 because two evaluations rarely ask questions of exactly the same lengths."""
-
-
-def author(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the author of a move of an alias: the address of the CI run (GitHub, GitLab or Jenkins), or user and host."""
-    github = [environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
-    run = "{}/{}/actions/runs/{}".format(*github) if all(github) else environ.get("CI_JOB_URL") or environ.get("BUILD_URL")
-    if run:
-        return redact_text(run)
-    try:
-        user = getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        user = f"uid {os.getuid()}"
-    return f"{user}@{socket.gethostname()}"
 
 
 def _now() -> str:

@@ -6,8 +6,11 @@ metrics that decide the choice of an engine come first. All numbers are in summa
 
 import json
 import math
+import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
+from getpass import getuser
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,19 @@ SHOWN = (
     "difficulty", "scored_tokens", "round", "document", "id",
 )  # fmt: skip
 """Columns of the samples' table after the outcome: answers before measurements."""
+
+
+def author(environ: Mapping[str, str] = os.environ) -> str:
+    """Return who makes a run or moves an alias: the address of the CI run (GitHub, GitLab or Jenkins), or user and host."""
+    github = [environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
+    run = "{}/{}/actions/runs/{}".format(*github) if all(github) else environ.get("CI_JOB_URL") or environ.get("BUILD_URL")
+    if run:
+        return redact_text(run)
+    try:
+        user = getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
 
 
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from helpers.registry.candidates import MemoryRegistry
 
-from pipeline.registry import promotion
-from pipeline.registry.promotion import author
+from pipeline.registry import run_content
+from pipeline.registry.run_content import author
 from stages.core.errors import UserError
 
 
@@ -103,11 +103,11 @@ def test_a_move_says_who_made_it_and_never_a_password(monkeypatch: pytest.Monkey
     github = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b", "GITHUB_RUN_ID": "7"}
     assert author(github) == "https://github.com/a/b/actions/runs/7"
     assert author({"CI_JOB_URL": "https://u:secret@ci/job/1"}) == "https://***@ci/job/1"
-    monkeypatch.setattr(promotion, "getuser", lambda: "ana")
+    monkeypatch.setattr(run_content, "getuser", lambda: "ana")
     assert author({}) == f"ana@{socket.gethostname()}"
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found")
 
-    monkeypatch.setattr(promotion, "getuser", nameless)
+    monkeypatch.setattr(run_content, "getuser", nameless)
     assert author({}) == f"uid {os.getuid()}@{socket.gethostname()}"
