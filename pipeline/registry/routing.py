@@ -19,7 +19,7 @@ independent requests. The memory monitor needs no bounds: it compares the share 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import AwareDatetime, Field, ValidationError, model_validator
 
@@ -30,6 +30,7 @@ from pipeline.registry.tracking import RegisteredModel
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.strict import StrictModel, Unreadable, absolute_path, first_problem, parse_json, read_file
 from stages.policies.policy import KVPolicy, Side
+from stages.workloads.config import Workload
 
 MAX_BYTES = 1_000_000
 MAX_AGE_S = 900
@@ -255,11 +256,15 @@ def _find_engine(engines: Engines, workload: str, name: str) -> RegisteredEngine
 def route(engines: Engines, routes: Mapping[str, str]) -> Iterator[str]:
     """Set the routes of `routing.routes`. Other classes keep their routes.
 
-    Raises UserError if a name matches no engine; GateRefusal if an engine is not proven for its class.
+    Raises UserError if a name matches no engine, or a class is no built-in workload and none of its engine's; GateRefusal if an
+    engine is not proven for its class.
     """
     engines_of = {workload: _find_engine(engines, workload, name) for workload, name in routes.items()}
     moves, lines = [], []
     for workload, engine in engines_of.items():
+        if workload not in {*get_args(Workload), *engine.workloads}:
+            choices = ", ".join(sorted(engine.workloads))
+            raise UserError(f"routing.routes.{workload}: no such class; {engine} was judged on {choices}; give one of them")
         try:
             prove(engine, workload)
         except (GateRefusal, MissingRequirement) as error:

@@ -85,7 +85,7 @@ def test_a_manual_rollback_goes_to_the_previous_engine(judged: MemoryRegistry) -
 @pytest.mark.parametrize(
     ("routes", "kind", "expected"),
     [
-        ({"copy": "fp8", "summaries": "fp8"}, GateRefusal, "summaries=fp8: .* not judged on summaries, only on copy, retr"),
+        ({"copy": "fp8", "summaries": "fp8"}, UserError, "routes.summaries: no such class; .* was judged on copy, retr"),
         ({"copy": "fp9"}, UserError, "copy=fp9: no registered engine has this name; there are bf16, fp8, int8"),
         ({"copy": "7"}, UserError, "routes.copy=7: no registered engine"),
         ({"copy": "fp8", "prose": "fp8"}, GateRefusal, "prose=fp8: version 2 .* not judged on prose"),
