@@ -19,7 +19,7 @@ TYPES = ("I8", "F8_E4M3", "I32", "I64")
 """Types of safetensors for codes and their parameters."""
 CACHE_SCALE = re.compile(r".*\.(?:[qkv]|kv|[kv]_cache)[._](?:scale|zero_point)")
 """Names of the scales of cached keys and values among the weights."""
-STATIC_SCALE = re.compile(r"(?!.*vision|.*visual)(?:.*\.)?layers\.(\d+)\.(.*\.)?(?:(kv|k|v)(?:_cache\.|_)|output_)scale")
+STATIC_SCALE = re.compile(r"(?!.*vision|.*visual)(?:.*\.)?layers\.(\d{1,4})\.(.*\.)?(?:(kv|k|v)(?:_cache\.|_)|output_)scale")
 """Names of scales as exporters write them. Groups: layer, parent modules within the layer, and k, v or kv."""
 SIDE_OF = {"k": Side.KEY, "v": Side.VALUE}
 

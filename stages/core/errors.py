@@ -129,7 +129,7 @@ def refused_variables(error: BaseException) -> list[str]:
     if not frames or str(frames[-1].f_globals.get("__name__")).partition(".")[0] in FIRST_PARTY:
         return []
     texts = [text for frame in frames for text in (*frame.f_code.co_consts, *frame.f_globals.values()) if isinstance(text, str)]
-    names = {*texts, *re.findall(r"\w+", str(error))} & os.environ.keys()
+    names = {*texts, *re.findall(r"\w+", str(error))}.intersection(name for name, value in os.environ.items() if value)
     return sorted(name for name in names if re.search(rf"(?<!\w){re.escape(os.environ[name])}(?!\w)", str(error)))
 
 

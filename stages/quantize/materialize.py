@@ -4,6 +4,7 @@ If the checkpoint is quantized already, its weights are dequantized, and its sca
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -156,8 +157,9 @@ def checkpoint_scales(info: CheckpointInfo, policy: KVPolicy) -> KVScales | None
         layer, stored_sides = scale_place(name) or (0, ())
         if stored_sides and layer < len(carried):
             tensor = read_tensor(info, places, name)
-            if not tensor.is_floating_point():
-                raise refusal(info.path, f"{places[name]}: {name} is {tensor.dtype}, which is not a scale; correct it")
+            if not (tensor.is_floating_point() and 0 < tensor.numel() <= info.shape.kv_heads * info.shape.head_dim):
+                found = f"{tensor.dtype} of shape {list(tensor.shape)}"
+                raise refusal(info.path, f"{places[name]}: {name} is {found}, which is not a scale; correct it")
             carried[layer] |= dict.fromkeys(stored_sides, tuple(tensor.float().flatten().tolist()))
     layers = []
     for number, scales in enumerate(carried):
@@ -167,6 +169,10 @@ def checkpoint_scales(info: CheckpointInfo, policy: KVPolicy) -> KVScales | None
             plain = form.dtype == "fp8_e4m3" and form.scale == "calibrated" and form.symmetric
             if not plain or len(scale) != form.static_scales(info.shape.kv_heads, info.shape.head_dim):
                 return None
+            if not all(0 < value < math.inf for value in scale):
+                raise refusal(
+                    info.path, f"layer {number}: a scale of its {side} is not a number above 0; correct the checkpoint"
+                )
             sides[side] = SideScales(scale=scale)
         layers.append(sides)
     return KVScales(layers=tuple(layers))

@@ -81,11 +81,14 @@ def _check(
         if declared.get(key) != value:
             subject = f"weights {weights}, kv {policy.name}"
             raise ExportMismatch(f"{file}: {key} is {declared.get(key)!r}, must be {value!r} for {subject}")
+    shards = list(file.parent.glob("*.safetensors"))
+    if not shards:
+        raise ExportMismatch(f"{file.parent}: has no safetensors")
     stored: dict[str, npt.NDArray[np.generic]] = {}
-    for shard in file.parent.glob("*.safetensors"):
+    for shard in shards:
         with safe_open(shard, framework="np") as source:
             names = [name for name in source.keys() if name.endswith(CACHE_SCALES)]  # noqa: SIM118 (not a dict)
-            stored |= {name: source.get_tensor(name) for name in names}
+            stored |= {name: source.get_tensor(name).reshape(-1) for name in names}
     for name in sorted(expected.keys() | stored.keys()):
         numbers, scale = stored.get(name, np.empty(0)), expected.get(name, math.nan)
         if numbers.dtype != np.float32 or numbers.size != 1 or not math.isclose(numbers.item(), scale, rel_tol=TOLERANCE):

@@ -36,7 +36,7 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
     If all matrices are F32, F16 or BF16, the weights keep that type. Otherwise (quantized or mixed) they become float16, or
     bfloat16 if a value exceeds float16. Vectors get the type of the matrices. The rows of a Llama's queries and keys are
     restored to transformers' order, and the 1 that llama.cpp adds to a Gemma's norms is subtracted. Raises UserError if
-    inspect_gguf refuses the file, or a weight is not finite.
+    inspect_gguf refuses the file, its tensors are not those of the model, or a weight is not finite.
     """
     model = inspect_gguf(gguf)
     kinds = {tensor.kind for name, tensor in model.header.tensors.items() if name in model.names and len(tensor.shape) > 1}

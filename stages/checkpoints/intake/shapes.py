@@ -7,7 +7,7 @@ config.json.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -120,14 +120,15 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         integer(path, config, "num_key_value_heads")
     shape, q_heads = attention_shape(path, config)
     assumed = f"config.json has no head_dim: taken as hidden_size / num_attention_heads = {shape.head_dim}"
-    sized = {**config, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    sized = {key: value for key, value in config.items() if not key.startswith("rope_")}  # no tensor's shape depends on them
+    sized |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
     return ModelShape(
         path=path,
         kv=KVShape(shape.layers, shape.kv_heads, shape.head_dim),
         q_heads=q_heads,
         windows=shape.windows or (None,) * shape.layers,
         max_positions=_max_positions(path, config, supported=supported),
-        tensors=partial(expected_tensors, path, sized) if served and config.get("quantization_config") is None else None,
+        tensors=cache(partial(expected_tensors, path, sized)) if served and config.get("quantization_config") is None else None,
         notes=() if supported or config.get("head_dim") is not None else (assumed,),
         latent=None if latent is None else 2 * shape.head_dim,
     )

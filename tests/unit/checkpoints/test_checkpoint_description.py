@@ -240,6 +240,17 @@ def test_a_scale_belongs_to_the_layer_and_side_of_its_name(name: str, sides: tup
     assert scale_place(name) == (None if sides is None else (1, sides))
 
 
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.zeros(1 << 20), torch.zeros(1, dtype=torch.int8)])
+def test_a_tensor_that_cannot_be_a_scale_is_refused(tensor: torch.Tensor, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8", cache_scale=0.5)
+    file = tmp_path / "given" / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    save_file(tensors | {"model.layers.0.self_attn.k_proj.k_scale": tensor}, file)
+    with pytest.raises(UserError, match=r"k_scale is .* of shape .*, which is not a scale"):
+        checkpoint_scales(inspect_checkpoint(tmp_path / "given"), SHIPPED["fp8"])
+
+
 def test_the_reference_rounds_inputs_in_the_same_layers(tiny_checkpoint: Path, tmp_path: Path) -> None:
     numbers = quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
     stored = load_file(tmp_path / "given" / "model.safetensors")

@@ -161,6 +161,12 @@ def test_complete_shapes_of_other_architectures_are_read(tmp_path: Path) -> None
     assert read_model(written(tmp_path, listed)).windows == (None,) * 31 + (4096,)
 
 
+def test_weights_are_counted_with_any_rotary_embedding(tmp_path: Path) -> None:
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    plain, scaled = (read_model(written(tmp_path, LLAMA_8B | more)).weight_bytes("none", 1) for more in ({}, dynamic))
+    assert plain == scaled
+
+
 def test_a_config_json_that_would_give_wrong_figures_is_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "falcon", "num_key_value_heads": None}, "config.json: num_key_value_heads must be"),
