@@ -90,7 +90,7 @@ def _plan_command(argv: Sequence[str]) -> "Plan | int":
 
 
 def main() -> int:
-    # SIGTERM, which ends containers and CI jobs, acts like Ctrl-C: runs are closed. The first process of a container would
+    # SIGTERM, which ends containers and CI jobs, acts like Ctrl-C: the end is recorded. The first process of a container would
     # ignore SIGTERM without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # torch's threads would spin while they wait. On a busy machine, spinning slowed a verdict by a factor of 2.6.

@@ -1,1 +1,1 @@
-"""Choice of a policy: capacity of a memory budget, recommendation from evidence, and search of policies."""
+"""Choice of a policy: capacity of a memory budget, recommendation from evidence, and the estimated time of a verdict."""

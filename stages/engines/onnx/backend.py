@@ -1,4 +1,4 @@
-"""backend=onnxruntime: builds a policy's graphs from the exported decoder, and runs them."""
+"""backend=onnxruntime: builds a policy's graph from the exported decoder, and runs it."""
 
 from pathlib import Path
 

@@ -20,7 +20,7 @@ CpuAttention = Literal["auto", "native", "graph"]
 
 
 class OnnxRuntimeConfig(GraphConfig, InProcessConfig):
-    """The default engine: ONNX Runtime executes the graphs on a CPU."""
+    """The default engine: ONNX Runtime executes the graph on a CPU."""
 
     name: Literal["onnxruntime"]
     attention: CpuAttention

@@ -112,7 +112,7 @@ def load_engine(
         prefill_chunk: Tokens of one prefill run. A longer prompt attends to its earlier chunks through the quantized cache.
 
     Raises:
-        UserError: A file is missing or was changed, the graphs are in bfloat16, or a number is below 1.
+        UserError: A file is missing or was changed, the graph is in bfloat16, or a number is below 1.
         MissingRequirement: attention=native, but there is no C compiler or the compiler refuses the kernel.
     """
     check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)

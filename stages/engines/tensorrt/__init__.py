@@ -1,1 +1,1 @@
-"""backend=tensorrt_rtx and backend=tensorrt: plans built from an ONNX bundle's graphs, run on CUDA over the paged pool."""
+"""backend=tensorrt_rtx and backend=tensorrt: plans built from an ONNX bundle's graph, run on CUDA over the paged pool."""

@@ -1,4 +1,4 @@
-"""backend=tensorrt_rtx and backend=tensorrt: plans built from the ONNX engine's graphs."""
+"""backend=tensorrt_rtx and backend=tensorrt: plans built from the ONNX engine's graph."""
 
 from collections.abc import Callable, Iterable
 from importlib import metadata

@@ -9,7 +9,7 @@ from stages.policies.policy import PAGE_TOKENS
 
 
 class PlanConfig(GraphConfig):
-    """TensorRT plans built from the ONNX engine's graphs."""
+    """TensorRT plans built from the ONNX engine's graph."""
 
     length_key = "max_tokens"
     name: str
