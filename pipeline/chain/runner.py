@@ -191,6 +191,8 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     began = summary.has_begun(config.work, jobs.sweep)
     jobs.begin(config)  # an error may have come before any job
     last = summary.load(config.work, jobs.sweep)
+    if sweeping or not config.facts.promotes:  # another command's move: this command has shown no report yet
+        last = last.model_copy(update={"champion": None})
     candidates = last.candidates if sweeping else last.candidates[:1]  # Python may judge several jobs in one sweep
     assert candidates or sweeping or code, "a job that ends well records its candidate"
     judged = candidates if sweeping or code == 0 else ()

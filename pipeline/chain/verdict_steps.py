@@ -267,7 +267,7 @@ class VerdictSteps:
         joined = self._join(artifacts)
         fails = fails_questions(joined.report, joined.rows, self.config.gates)
         if fails:
-            console.say(console.note(f"kv={self.config.kv.name} fails these questions, so its engine gets no stress test"))
+            console.say(console.note(f"kv={self.config.kv.name} fails these questions, so no stress test or full pool follows"))
         return fails
 
     def _is_decided(self, artifacts: Mapping[str, Artifact]) -> bool:

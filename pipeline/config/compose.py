@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -192,7 +193,7 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
     """Turn an error of Hydra's parser or composition, whose own text is for developers, into a UserError of one line."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:  # yaml: a file that an option includes
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         key, problem = str(getattr(cause, "full_key", None) or ""), str(cause).splitlines()[0].removesuffix(".")
         place = key or short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)

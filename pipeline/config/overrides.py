@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config import CONF
 from pipeline.config.explain import suggest
@@ -163,10 +165,11 @@ def _check_option(path: Path, folder: Path) -> None:
                 raise Unreadable("uses a YAML alias (*name); write the value out")
             if isinstance(event, yaml.ScalarEvent) and event.value == "???":
                 raise Unreadable("??? is no value; write one, or leave the key out")
-        loaded = OmegaConf.create(text)
+        loaded = OmegaConf.load(StringIO(text))
         if not (OmegaConf.is_dict(loaded) and loaded):
             raise Unreadable("has no keys; write KEY: VALUE")
-    except (ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:  # not UTF-8, or "\UFFFFFFFF"
+    # ValueError: not UTF-8; OverflowError: "\UFFFFFFFF"; OSError: OmegaConf's, for a file with a single number
+    except (ValueError, OverflowError, OSError, RecursionError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())[:300]}); correct it") from None
 
 

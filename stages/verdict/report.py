@@ -58,7 +58,7 @@ class SampleRow(Record):
     candidate_generation: str | None
     mean_kl: Number
     max_kl: Number
-    far_tokens: int
+    far_tokens: Annotated[int, Field(ge=0, lt=1 << 53)]
     """Number of scored tokens with a KL above FAR_KL."""
     baseline_nll: Number
     candidate_nll: Number

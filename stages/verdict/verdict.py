@@ -49,7 +49,7 @@ class Gate(StrEnum):
     NOISE_FLOOR = "noise_floor", "A/A noise", False
     MUST_FAIL_CONTROL = "must_fail_control", "Must-fail control", False
     CONFORMANCE = "conformance", "Conformance", False
-    STRESS_TEST = "stress_test", "Stress test"
+    STRESS_TEST = "stress_test", "Stress test", False
     ALLOCATION = "allocation", "Allocation"
     FREE_ANSWERS = "free_answers", "Free answers"
     SCALE_DELIVERY = "scale_delivery", "Delivered scales"

@@ -110,11 +110,13 @@ UNMET_REQUIREMENTS: tuple[tuple[str, ...], ...] = (
 
 OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
     ("deep nesting", "kv/mine.yaml", "a: " + "[" * 9999 + "]" * 9999, ("mine.yaml", "maximum recursion")),
+    ("a single number", "kv/mine.yaml", "5", ("--config-dir", "mine.yaml")),
+    ("an open interpolation", "kv/mine.yaml", 'name: "${"', ("--config-dir", "mine.yaml")),
     ("no character", "kv/mine.yaml", r'name: "\UFFFFFFFF"', ("--config-dir", "mine.yaml", "cannot be read")),
     ("a value of ???", "kv/mine.yaml", "name: ???", ("--config-dir", "mine.yaml", "??? is no value")),
     ("an empty file", "kv/mine.yaml", "", ("--config-dir", "mine.yaml", "has no keys")),
     ("a file outside the groups", "mine.yaml", "name: mine", ("--config-dir=mine: has no options, such as kv/NAME.yaml",)),
-    ("an unknown group", "caches/mine.yaml", "name: mine", ("--config-dir=mine: has no options", "experiment, gates, kv")),
+    ("an unknown group", "caches/mine.yaml", "name: mine", ("mine: has no options", "experiment, gates, hydra, kv")),
     ("gates with a value of ???", "gates/mine.yaml", "max_mean_kl: ???", ("--config-dir", "mine.yaml", "??? is no value")),
     (
         "an unknown default",

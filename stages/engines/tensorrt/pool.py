@@ -101,13 +101,17 @@ class TorchPool(PagedPool):
 
         `families`: the plan's outputs (l, B, H, S, W) by stack, padded. `faults`: array -> factor on the written numbers.
         """
-        places = self.places(handles, tokens)
+        columns = families[0].shape[3]
+        places = {
+            allocator: [
+                torch.from_numpy(np.stack([chosen // tokens * columns + chosen % tokens, number, slot])).to(self.device)
+                for chosen, number, slot in chosen_places
+            ]
+            for allocator, chosen_places in self.places(handles, tokens).items()
+        }
         for stack, new in zip(self.stacks, families, strict=True):
-            columns = new.shape[3]
             rows = new.movedim(3, 2).flatten(1, 2)  # (l, B * S, H, W)
-            for chosen, number, slot in places[stack.allocator]:
-                indices = np.stack([chosen // tokens * columns + chosen % tokens, number, slot])
-                source, pages, slots = torch.from_numpy(indices).to(self.device)
+            for source, pages, slots in places[stack.allocator]:
                 # Indices on both sides of a slice put their dimension first: (tokens, l, H, W).
                 written = rows[:, source].transpose(0, 1)
                 # The fault affects all arrays of a stack equally, because they have the same format.

@@ -93,7 +93,7 @@ def _hadamard(x: Tensor) -> Tensor:
     """Multiply x (..., D) by the Hadamard matrix of -1 and 1, in vLLM's order of additions on a CPU: adjacent numbers first."""
     half = 1
     while half < _block(x.shape[-1]):
-        first, second = x.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        first, second = x.reshape(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half).unbind(-2)
         x = torch.stack([first + second, first - second], dim=-2).reshape(x.shape)
         half *= 2
     return x

@@ -155,8 +155,8 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     or gives a free answer that contradicts forced decode. The baseline is not served, so it has no stress test. Neither has a
     candidate that failed the questions: if other thresholds pass it later, it is INCONCLUSIVE.
     """
-    stress = evidence.report.tests.stress
-    if stress is None and evidence.report.conformance is not None:
+    stress, compared = evidence.report.tests.stress, evidence.report.conformance
+    if stress is None and compared is not None and compared.candidate.requests:
         text = f"{Gate.STRESS_TEST}: it did not run, because the engine failed the questions"
         yield Check.of(Gate.STRESS_TEST, "candidate", status="INCONCLUSIVE", text=text)
     if stress is not None:

@@ -297,7 +297,9 @@ def test_no_job_of_a_sweep_promotes_or_plans(stages: str) -> None:
     ],
 )
 def test_files_of_config_dir_bring_no_code_into_hydra(file: str, text: str, key: str, tmp_path: Path) -> None:
-    (tmp_path / file).parent.mkdir(parents=True)
+    for name in ("kv/other.yaml", file):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("name: other")
     group, option = str(Path(file).parent), Path(file).stem
     (tmp_path / file).write_text(text if group != "experiment" else f"# @package _global_\nhydra: {{{text}}}\n")
     with refused(UserError, f"hydra.{key}", "is set by a file, and could name code"):
