@@ -102,7 +102,7 @@ def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
     saved = f", FP16 {base:.3f}: the same memory holds {base / kib:.2f} times the tokens" if kib and base else ""
     blind = "the answers do not depend on the cache; " if is_blind(candidate.checks) else ""
     first, *more_reasons = candidate.reasons or ("no reason was recorded",)
-    lines = [f"  why: {blind}{first}{f' (and {len(more_reasons)} more in the report)' if more_reasons else ''}"]
+    lines = [f"  why: {blind}{first}{f' (and {len(more_reasons)} more reasons in the report)' if more_reasons else ''}"]
     if passed:
         lines = [f"  {candidate.caveat}"] if candidate.caveat is not None else []
         lines += [f"  holds {candidate.covered}"] if candidate.covered is not None else []

@@ -111,7 +111,7 @@ MAX_SAMPLES = 1_000_000
 MAX_ATTEMPTS = 20
 
 ALPHA = 0.05
-"""Error probability: of a wrong PASS of one gate over all looks and attempts, and of a wrong FAIL over all looks and gates."""
+"""Error probability of a wrong PASS of a gate over all rounds and attempts, and of a wrong FAIL over all rounds and gates."""
 
 RESERVED = 0.1
 """Share of ALPHA that is reserved for evaluations after an INCONCLUSIVE."""

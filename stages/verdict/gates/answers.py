@@ -83,8 +83,8 @@ class Recovery(Figure):
             advice = f"; {documents} documents, gates.min_samples is {self.thresholds.min_samples}"
         status: LineStatus = "INCONCLUSIVE" if advice else result.decision or "INCONCLUSIVE"
         key = Gate.RECOVERY if self.where == ALL else "min_workload_recovery"
-        certainty = f"{100 * (1 - result.level):.4g} % certainty"
-        text = f"{describe_recovery(value, bound, status)} with {certainty}, {key} is {100 * self.threshold:g} %{advice}"
+        certainty = f"the bound has {100 * (1 - result.level):.4g} % certainty"
+        text = f"{describe_recovery(value, bound, status)}; {certainty}, {key} is {100 * self.threshold:g} %{advice}"
         return Check.of(self.gate, self.where, status=status, text=text, value=value, threshold=self.threshold, bound=bound)
 
     def _kept(self, loss: float) -> float:

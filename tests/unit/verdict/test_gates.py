@@ -224,7 +224,7 @@ def test_eight_lossless_documents_pass_and_seven_do_not() -> None:
     """The score is the mean of 2^n and 1.15^n and passes at 1 / 0.009. With Student's t, the level is 0.0135."""
     checks = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (7, 8)}
     assert {n: check.status for n, check in checks.items()} == {7: "INCONCLUSIVE", 8: "PASS"}
-    assert "with 98.65 % certainty" in checks[8].reason
+    assert "the bound has 98.65 % certainty" in checks[8].reason
 
 
 @pytest.mark.parametrize(("rows", "needed"), [(HOPELESS, 0), (prose(2), 60), (answered("copy", 20), 60)])
