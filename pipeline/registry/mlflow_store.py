@@ -79,7 +79,8 @@ class RegistryReader:
     def model(self, name: str) -> RegisteredModel:
         """Return a registered model. Raises MlflowException if it does not exist."""
         model = self.client.get_registered_model(name)  # search_model_versions returns versions without their aliases
-        versions = {str(entry.version): version_of(entry) for entry in self.client.search_model_versions(f"name = '{name}'")}
+        entries = self.client.search_model_versions(f"name = '{name}'", max_results=MAX_VERSIONS)
+        versions = {str(entry.version): version_of(entry) for entry in entries}
         aliases = {alias: str(number) for alias, number in model.aliases.items() if str(number) in versions}
         return RegisteredModel(name, versions, aliases, model.tags)
 

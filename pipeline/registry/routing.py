@@ -25,7 +25,7 @@ from pydantic import AwareDatetime, Field, ValidationError, model_validator
 
 from pipeline.config.config import ClassName, MonitorConfig
 from pipeline.registry.moves import Move, make_moves, route_back, route_of
-from pipeline.registry.promotion import Engines, RegisteredEngine, live_tokens
+from pipeline.registry.promotion import ROLLED_BACK_AT, Engines, RegisteredEngine, live_tokens
 from pipeline.registry.tracking import RegisteredModel
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.core.strict import StrictModel, Unreadable, absolute_path, first_problem, parse_json, read_file
@@ -211,7 +211,7 @@ def step_down(
             continue
         if engine.candidate.baseline.digest != now.candidate.baseline.digest:
             continue
-        if version.number in rolled_back:
+        if version.number in rolled_back or ROLLED_BACK_AT in version.tags:
             broken.add(engine.candidate.report.digest)
         if step(now, engine).gained > 0:
             smaller.append(engine)

@@ -23,6 +23,7 @@ from pipeline.config.signing import SigningConfig
 from pipeline.evidence.reading import identities
 from pipeline.evidence.verify import registered_engine
 from pipeline.registry import moves
+from pipeline.registry.promotion import ROLLED_BACK_AT
 from pipeline.registry.routing import (
     MONITOR_ALPHA,
     ClassSnapshot,
@@ -289,6 +290,14 @@ def test_a_rolled_back_engine_returns_only_by_name(fleet: MemoryRegistry) -> Non
     fleet.routed(copy="fp8k_int4v")
     fleet.routed(copy="fp8")
     assert pressed(fleet)[0] == "2"
+
+
+def test_an_engine_that_was_rolled_back_as_champion_is_not_chosen(fleet: MemoryRegistry) -> None:
+    fp8_beside(fleet, fp8k_int4v=1300)
+    fleet.set_tags("2", {ROLLED_BACK_AT: "2026-11-30T12:00:00+00:00"})
+    version, lines = pressed(fleet)
+    assert (version, lines[-1]) == ("1", "refused")
+    assert "copy: not version 2 (fp8k_int4v): was rolled back" in lines
 
 
 @pytest.mark.parametrize(
