@@ -97,7 +97,7 @@ class Candidate(StrictModel):
         """The share of ruined requests that a PASS leaves open, as a clause; None if it is within the gate's limit."""
         ruined = [check for check in self.checks if check.gate == Gate.RUINED]
         open_shares = [line.bound for line in ruined if line.bound is not None and line.bound > (line.threshold or 0.0)]
-        parts = [f"too few documents: up to {100 * share:.2g} % of requests may be ruined" for share in open_shares]
+        parts = [f"with so few documents, up to {100 * share:.2g} % of requests may be ruined" for share in open_shares]
         return "; ".join(parts) or None if self.verdict == "PASS" else None
 
     @property

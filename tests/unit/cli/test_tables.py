@@ -28,7 +28,7 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
         r"PASS fp8: keeps 100\.8 % of the probability of right answers \(at least 100\.4 %\); right answers 0\.984, of FP16 "
         r"1\.000; mean KL 0\.0e\+00 "
         r"1\.000 KiB/token, FP16 2\.000: the same memory holds 2\.00 times the tokens "
-        r"too few documents: up to 6\.4 % of requests may be ruined",
+        r"with so few documents, up to 6\.4 % of requests may be ruined",
         first,
     )
     grid = comparison([judged])
@@ -37,7 +37,7 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("bound", "remark"), [(0.299, "too few documents: up to 30 % of requests may be ruined"), (0.024, None), (None, None)]
+    ("bound", "remark"), [(0.299, "with so few documents, up to 30 % of requests may be ruined"), (0.024, None), (None, None)]
 )
 def test_a_pass_on_few_questions_says_what_it_leaves_open(
     bound: float | None, remark: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
