@@ -260,6 +260,5 @@ def _fetch_verified(config: Config, model: str, stack: ExitStack) -> Path:
         champion.verify()
     except (GateRefusal, MissingRequirement) as error:
         kind = MissingRequirement if isinstance(error, NoEngine) else type(error)
-        named = "" if str(error).startswith(str(version)) else f", {version}"
-        raise kind(f"the champion of {model}{named}: {error}") from error
+        raise kind(f"the champion of {model}, {version}: {error}") from error
     return champion.candidate.engine.path

@@ -256,7 +256,9 @@ class VerdictSteps:
 
         numbers = [number for number in range(1, self._rounds + 1) if round_input(number) in artifacts]
         rounds = [(read_round(artifacts[answers_input(n)].path), read_round(artifacts[round_input(n)].path)) for n in numbers]
-        once = [read_tests(artifacts[name].path) for name in ("baseline_once", "once") if name in artifacts]
+        # Before the candidate's tests, the report is preliminary and has the baseline's.
+        baseline = artifacts["baseline_once"]
+        once = read_tests(baseline.path), read_tests(artifacts.get("once", baseline).path)
         digests = {name: artifacts[name].digest for name in ("engine", "baseline")}
         return join(self._encoded, rounds, once, self.config.workloads, samples=workloads_digest(self._encoded), **digests)
 

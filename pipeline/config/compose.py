@@ -168,11 +168,13 @@ def _refuse_equal_names(planned: Plan) -> None:
 def _refuse_locale(texts: Sequence[str]) -> None:
     """Refuse arguments and directories that the locale cannot express: libraries would fail on them in other ways."""
     encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8":
+        return
     directories = [f"{name}={os.environ.get(name)}" for name in ("HOME", "TMPDIR")]
     with suppress(FileNotFoundError):  # the current directory was removed
         directories.append(f"current directory={os.getcwd()}")
     for text in (*texts, *directories):
-        if encoding != "utf-8" and not text.isascii():
+        if not text.isascii():
             problem = f"holds characters outside ASCII, but this locale's encoding is {encoding}; set LC_ALL=C.UTF-8"
             raise UserError(f"{short(redact_text(text), 200)}: {problem}")
 

@@ -33,8 +33,6 @@ MAX_BYTES = 1_000_000
 MAX_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
-GROUPS = sorted({"gates", "hydra", *(path.parent.name for path in CONF.glob("*/*.yaml"))})
-"""Groups of options. The options of gates and hydra have no files here."""
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SHARED = re.compile("workdir$|log$|dry$|tracking")
@@ -57,11 +55,13 @@ PROMPT_LOOKUP = "workloads.speculation"
 
 def searching(folders: Sequence[str | Path]) -> list[str]:
     """Check the folders of --config-dir, and return the override that adds them to Hydra's search path."""
+    # The options of gates and hydra have no files in conf/.
+    groups = sorted({"gates", "hydra", *(path.parent.name for path in CONF.glob("*/*.yaml"))}) if folders else []
     for folder in map(Path, folders):
         # Options may include files of folders below their group. Other folders need not be kvgate's.
-        paths = [*folder.glob("config.yaml"), *(path for group in GROUPS for path in folder.glob(f"{group}/**/*.y*ml"))]
+        paths = [*folder.glob("config.yaml"), *(path for group in groups for path in folder.glob(f"{group}/**/*.y*ml"))]
         if not paths:
-            none = f"has no options, such as kv/NAME.yaml, in the folder of a group ({', '.join(GROUPS)})"
+            none = f"has no options, such as kv/NAME.yaml, in the folder of a group ({', '.join(groups)})"
             problem = none if folder.is_dir() else "no such directory"
             raise UserError(f"--config-dir={folder}: {problem}; give the one with your own kv/")
         for path in paths:

@@ -179,8 +179,8 @@ class MlflowStore(RegistryReader):
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
         params = [Param(name, value) for name, value in run_content.flat_params(config).items()]
-        self.client.log_batch(run_id, params=params)
-        self._log(run_id, tags, {})
+        shown = [RunTag(name, redact_text(value)) for name, value in tags.items()]
+        self.client.log_batch(run_id, params=params, tags=shown)
         for name, table in tables.items():
             self.client.log_text(run_id, run_content.table_text(table), name)
         self.attach(run_id, [candidate.report.path])
@@ -196,13 +196,9 @@ class MlflowStore(RegistryReader):
         self.client.set_terminated(run_id, "FAILED")
         return run_id
 
-    def _log(self, run_id: str, tags: Mapping[str, str], metrics: Mapping[str, float], model_id: str | None = None) -> None:
+    def _log_metrics(self, run_id: str, metrics: Mapping[str, float], model_id: str | None = None) -> None:
         now = int(time.time() * 1000)
-        self.client.log_batch(
-            run_id,
-            metrics=[Metric(name, value, now, 0, model_id) for name, value in metrics.items()],
-            tags=[RunTag(name, redact_text(value)) for name, value in tags.items()],
-        )
+        self.client.log_batch(run_id, metrics=[Metric(name, value, now, 0, model_id) for name, value in metrics.items()])
 
     def _show_baseline(self, candidate: Candidate, sweep: str) -> None:
         """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did."""
@@ -215,7 +211,7 @@ class MlflowStore(RegistryReader):
         with locked(self.lock, "logging the baseline"):
             if not self.client.search_runs([self.experiment_id], query, max_results=1):
                 run_id = self._begin_run("fp16: baseline", sweep, {**tags, "mlflow.runColor": run_content.UNDECIDED})
-                self._log(run_id, {}, metrics)
+                self._log_metrics(run_id, metrics)
                 self.client.set_terminated(run_id, "FINISHED")
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
@@ -237,10 +233,10 @@ class MlflowStore(RegistryReader):
             metrics = run_content.candidate_metrics(candidate)
             if versions:
                 version = version_of(versions[0])
-                self._log(run_id, {}, metrics, version.model_id)
+                self._log_metrics(run_id, metrics, version.model_id)
             else:
                 model = self._log_model(candidate, run_id, {**tags, **candidate.citations})
-                self._log(run_id, {}, metrics, model.model_id)  # first: a killed command's version is used with its run
+                self._log_metrics(run_id, metrics, model.model_id)  # first: a killed command's version is used with its run
                 place, description = model.artifact_location, redact_text(run_content.description(candidate))
                 created = self.client.create_model_version(
                     model_name, place, run_id, tags, description=description, model_id=model.model_id

@@ -42,7 +42,7 @@ class JoinedEvaluation:
 def join(
     encoded: Sequence[EncodedSample],
     rounds: Sequence[tuple[Round, Round]],
-    tests: Sequence[EngineTests],
+    tests: tuple[EngineTests, EngineTests],
     config: WorkloadsConfig,
     *,
     engine: str,
@@ -51,9 +51,8 @@ def join(
 ) -> JoinedEvaluation:
     """Build the report from the `rounds` that were run and the `tests`, each (baseline, candidate).
 
-    `encoded` includes the samples of rounds that did not run. Without the candidate's tests, the report is preliminary and
-    shows the baseline's. `engine` and `baseline` are digests of the bundles, and `samples` is the `workloads_digest` of
-    `encoded`.
+    `encoded` includes the samples of rounds that did not run. `engine` and `baseline` are digests of the bundles, and `samples`
+    is the `workloads_digest` of `encoded`.
     """
     rows, parts = list[SampleRow](), list[StepStatistics]()
     for number, (baseline_round, candidate_round) in enumerate(rounds, start=1):
@@ -61,7 +60,7 @@ def join(
             name = item.sample.id
             parts.append(candidate_round.statistics[name])
             rows.append(make_row(item, parts[-1], baseline_round.answers.get(name), candidate_round.answers.get(name)))
-    baseline_tests, candidate_tests = tests[0], tests[-1]
+    baseline_tests, candidate_tests = tests
     first_base, first = rounds[0]
     conformance = None
     if first.conformance is not None and first_base.conformance is not None:

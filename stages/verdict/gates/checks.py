@@ -159,7 +159,7 @@ def stress_test(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     if stress is None and compared is not None and compared.candidate.requests:
         text = f"{Gate.STRESS_TEST}: it did not run, because the engine failed the questions"
         yield Check.of(Gate.STRESS_TEST, "candidate", status="INCONCLUSIVE", text=text)
-    if stress is not None:
+    elif stress is not None:
         yield _line(Gate.STRESS_TEST, "candidate", stress.failures, str(stress))
         yield _line(Gate.ALLOCATION, "candidate", list(filter(None, [stress.allocation])), "allocated bytes match the policy")
     for where, tests in (("candidate", evidence.report.tests), ("baseline", evidence.report.baseline_tests)):

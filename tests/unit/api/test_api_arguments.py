@@ -115,7 +115,7 @@ def test_a_champion_of_older_rules_must_be_judged_again(tmp_path: Path, monkeypa
     file.write_text(json.dumps(identity))
     make_champion(monkeypatch, evidence)
     with pytest.raises(
-        GateRefusal, match=rf"the champion of tiny: version 1 \(int8\): .*: version {RULES - 1} .* PASS.*judge it again"
+        GateRefusal, match=rf"the champion of tiny, version 1 \(int8\): .*: version {RULES - 1} .* PASS.*judge it again"
     ):
         champion("tiny", workdir=tmp_path / "work")
 
@@ -124,7 +124,9 @@ def test_a_download_without_engine_or_extra_samples_is_refused(tmp_path: Path, m
     downloaded = judged_engine(tmp_path / "artifacts")
     make_champion(monkeypatch, downloaded)
     assert reading.read_evidence(downloaded).engine is not None, "in ../../build"
-    with refused(MissingRequirement, "the champion of tiny: version 1 (int8) ", "no engine in the registry", "log_bundle=true"):
+    with refused(
+        MissingRequirement, "the champion of tiny, version 1 (int8): ", "no engine in the registry", "log_bundle=true"
+    ):
         champion("tiny", workdir=tmp_path / "elsewhere")
     (downloaded / "engine").mkdir()
     with refused(UserError, "samples=", "mine.jsonl: the champion was judged on generated samples alone"):
