@@ -91,7 +91,7 @@ class EngineSteps(Artifacts):
         if not gguf.is_file():
             return None
         libraries = (*TORCH, "gguf", "numpy")
-        recipe = Recipe("checkpoint", ("stages.checkpoints.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
+        recipe = Recipe("checkpoint", {}, {"gguf": self.digest_of(gguf)}, libraries)
 
         def build(out: Path, progress: Progress) -> None:
             from stages.checkpoints.gguf.convert import convert_gguf
@@ -113,7 +113,7 @@ class EngineSteps(Artifacts):
             arguments = config | {"jsonl": options.file}  # the file itself: the recipe has its digest
             calibration_texts(self.checkpoint, out, **arguments, progress=progress)
 
-        return self.make(Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH), build)
+        return self.make(Recipe("calibration", config, inputs, TORCH), build)
 
     def weights(self) -> Artifact:
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
@@ -124,7 +124,7 @@ class EngineSteps(Artifacts):
             call = quantize_weights if self.config.weights.format == "none" else partial(run_in_child, quantize_weights)
             call(self.checkpoint, out, **self._quantizing, calibration_texts=self._texts(), progress=progress)
 
-        return self.make(Recipe("weights", ("stages.quantize.run",), self._quantizing, inputs, MODELOPT), build)
+        return self.make(Recipe("weights", self._quantizing, inputs, MODELOPT), build)
 
     def extremes(self, rotation: Rotation) -> Artifact:
         """Return the extremes of keys and values after `rotation`, measured on the calibration texts."""
@@ -138,7 +138,7 @@ class EngineSteps(Artifacts):
             paths = (self.checkpoint, weights.path, out)
             run_in_child(measure_cache, *paths, **config, calibration_texts=self._texts(), progress=progress)
 
-        return self.make(Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT), build)
+        return self.make(Recipe("extremes", config, inputs, MODELOPT), build)
 
     def quantized(self, policy: KVPolicy) -> Artifact:
         calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
@@ -153,7 +153,7 @@ class EngineSteps(Artifacts):
             paths = {rotation: artifact.path for rotation, artifact in extremes.items()}
             scale_cache(self.checkpoint, out, policy=policy, extremes=paths)
 
-        return self.make(Recipe("quantize", ("stages.quantize.run",), config, inputs, MODELOPT), build, policy)
+        return self.make(Recipe("quantize", config, inputs, MODELOPT), build, policy)
 
     def _quantized_inputs(self) -> dict[str, str]:
         weights, calibration = self.weights().digest, self.calibration().digest
@@ -181,7 +181,7 @@ class EngineSteps(Artifacts):
             paths = (self.checkpoint, weights.path, scales.path / SCALES_FILE, out)
             export(*paths, policy=policy, **self._quantizing, calibration_texts=self._texts(), progress=progress)
 
-        return self.make(Recipe("exports", ("stages.quantize.export",), config, inputs, MODELOPT), build, policy)
+        return self.make(Recipe("exports", config, inputs, MODELOPT), build, policy)
 
     @property
     def _quantizing(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class EngineSteps(Artifacts):
         source, quantized = backend.source(self, policy), self.quantized(policy)
         content = {"kv": policy.model_dump(), **backend.build_parts()}
         inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
-        recipe = Recipe("build", (backend.build_module,), content, inputs, backend.libraries)
+        recipe = Recipe("build", content, inputs, backend.libraries)
 
         def build(out: Path, progress: Progress) -> None:
             backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)

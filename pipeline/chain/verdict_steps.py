@@ -78,12 +78,12 @@ class VerdictSteps:
             answers = artifacts[answers_input(number)] = self.round(FP16_POLICY, number)
             artifacts[round_input(number)] = self.round(policy, number, answers)
         self.release()
-        recipe = self.recipe("evaluate", "joining", artifacts)
+        recipe = self.recipe("evaluate", artifacts)
         return self.chain.make(recipe, lambda out, _: self._join(artifacts).write(out), policy)
 
     @cached_property
     def encoded_samples(self) -> Artifact:
-        recipe = self.recipe("encode", "inputs.tokens", {"baseline": self.chain.bundle(FP16_POLICY)}, exclude=MEASURED_ONCE)
+        recipe = self.recipe("encode", {"baseline": self.chain.bundle(FP16_POLICY)}, exclude=MEASURED_ONCE)
 
         def build(out: Path, _: Progress) -> None:
             from stages.evaluate.inputs.tokens import encode_rounds, write_encoded
@@ -96,7 +96,7 @@ class VerdictSteps:
         """Measure a round with `policy`'s engine. `baseline`: its artifact of the same round; None measures the baseline."""
         stage = "baseline" if baseline is None else "round"
         workloads = self.config.workloads
-        recipe = self.recipe(stage, "measure", self.inputs(policy, baseline), exclude=MEASURED_ONCE, round=number)
+        recipe = self.recipe(stage, self.inputs(policy, baseline), exclude=MEASURED_ONCE, round=number)
 
         def build(out: Path, progress: Progress) -> None:
             from stages.evaluate.measure import measure
@@ -148,14 +148,14 @@ class VerdictSteps:
             )
             write_tests(tests, out)
 
-        return self.chain.make(self.recipe(stage, "measured_once", inputs, serves=serves), build, policy)
+        return self.chain.make(self.recipe(stage, inputs, serves=serves), build, policy)
 
     def identity(self, evaluation: Artifact, verdict: Verdict) -> Artifact:
         """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
         config = self.config
         identity = make_identity(config, [Link.of(title, artifact) for title, artifact in self.chain.finished], verdict)
         content = {"identity": json_digest(identity.model_dump(mode="json"))}
-        recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
+        recipe = Recipe("identity", content, {"evaluation": evaluation.digest})
         return self.chain.make(
             recipe, lambda out, _: write_identity(identity, evaluation.path, config.workloads, out, config.signing), config.kv
         )
@@ -169,9 +169,9 @@ class VerdictSteps:
         return {**inputs, "encoded": self.encoded_samples}
 
     def recipe(
-        self, stage: str, module: str, inputs: Mapping[str, Artifact], *, exclude: Set[str] = frozenset(), **config: object
+        self, stage: str, inputs: Mapping[str, Artifact], *, exclude: Set[str] = frozenset(), **config: object
     ) -> Recipe:
-        """Return the recipe of an artifact made by a module of `stages.evaluate`. `exclude`: keys of `workloads` to omit."""
+        """Return the recipe of an artifact of the evaluation. `exclude`: keys of `workloads` to omit."""
         backend = self.chain.backend
         workloads = self.config.workloads.model_dump(exclude=set(exclude))
         # The inputs contain the digest of the user's files, so the recipe leaves out their paths.
@@ -186,9 +186,8 @@ class VerdictSteps:
             from stages.engines.gpu import gpu_identity
 
             parts["reference"] = gpu_identity()
-        code = (f"stages.evaluate.{module}", backend.engine_module)
         libraries = (*backend.libraries, *TORCH, "numpy", "scipy", *backend.run_libraries())
-        return Recipe(stage, code, parts, digests, libraries, measures_time=True)
+        return Recipe(stage, parts, digests, libraries, evaluates=True)
 
     @cached_property
     def _given_digests(self) -> dict[str, str]:

@@ -14,6 +14,10 @@ from stages.core.hardware import hardware
 
 SCHEMA = 1
 """Version of manifests and recipes."""
+SHOWING = ("planning", "report")
+"""Folders of `stages` whose code changes no artifact."""
+EVALUATING = ("evaluate",)
+"""Folders of `stages` whose code changes only the artifacts of evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +46,11 @@ class Recipe:
     """Everything that decides the bytes of an artifact. Raises MissingRequirement for a library that is not installed."""
 
     stage: str
-    code: tuple[str, ...]
-    """Modules whose code is part of the key, together with all code of this project that they can import."""
     config: Mapping[str, object]
     inputs: Mapping[str, str]
     libraries: tuple[str, ...] = ()
-    measures_time: bool = False
+    evaluates: bool = False
+    """Whether it measures an engine, so that the key contains the hardware and the code of evaluations."""
     parts: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,9 +59,9 @@ class Recipe:
             "stage": self.stage,
             "config": dict(self.config),
             "inputs": dict(self.inputs),
-            "code": {module: code_digest(module) for module in self.code},
+            "code": code_digest(*SHOWING) if self.evaluates else code_digest(*SHOWING, *EVALUATING),
             "libraries": {name: _version(name) for name in self.libraries},
-            "hardware": hardware() if self.measures_time else platform.machine(),
+            "hardware": hardware() if self.evaluates else platform.machine(),
         }
         object.__setattr__(self, "parts", parts)
 

@@ -1,9 +1,8 @@
-"""Digests of JSON, files, directories, and the source code that a stage can reach."""
+"""Digests of JSON, files, directories, and the source code."""
 
 import ast
 import errno
 import hashlib
-import importlib.util
 import json
 import os
 import stat
@@ -13,7 +12,10 @@ from pathlib import Path
 
 from stages.core.threads import in_threads
 
-FIRST_PARTY = ("pipeline", "stages", "plugins")
+ROOT = Path(__file__).resolve().parents[2]
+"""Folder with the packages."""
+FIRST_PARTY = ("plugins", "stages")
+"""Packages whose code can change an artifact."""
 
 
 def json_digest(value: object) -> str:
@@ -70,60 +72,27 @@ def files_digest(files: Mapping[str, str], under: str = "") -> str:
 
 
 @cache
-def _source(module: str) -> Path | None:
-    """Return a first-party module's source file, else None, by path: importlib would import its parent packages, and torch."""
-    package, *folders = module.split(".")
-    spec = importlib.util.find_spec(package) if package in FIRST_PARTY else None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    path = Path(spec.submodule_search_locations[0], *folders)
-    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+def code_digest(*excluded: str) -> str:
+    """Return the digest of the code of `plugins` and `stages`, except for the folders `excluded` of `stages`.
+
+    Comments and docstrings do not count.
+    """
+    sources = [path for package in FIRST_PARTY for path in (ROOT / package).rglob("*.py")]
+    trees = {path.relative_to(ROOT): path for path in sources if path.relative_to(ROOT).parts[1] not in excluded}
+    return json_digest({name.as_posix(): _syntax_digest(path) for name, path in trees.items()})
 
 
 @cache
-def _parsed(path: Path) -> tuple[str, set[str]]:
-    """Return the digest of a source file's syntax tree without docstrings, and the names of what the file imports."""
-    tree, names = ast.parse(path.read_bytes()), set[str]()
+def _syntax_digest(path: Path) -> str:
+    """Return the digest of a source file's syntax tree without docstrings."""
+    tree = ast.parse(path.read_bytes())
     nodes: list[ast.AST] = [tree]
     for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            # `from stages import onnx` names a module; in `from stages.engines.onnx import build`, `build` may not be a module.
-            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             # A docstring, also of a field, is an expression statement that is only a constant.
             node.body = [
                 part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
             ]
         # Expressions, which are most of the nodes, contain no statements.
         nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
-    return json_digest(ast.dump(tree)), names
-
-
-def reachable_modules(entry: str) -> dict[str, Path]:
-    """Return every first-party module that `entry` can import, directly or not, by reading import statements.
-
-    Includes the scripts that a library's own interpreter runs for these modules.
-    """
-    modules: dict[str, Path] = {}
-    todo = [entry]
-    while todo:
-        name = todo.pop()
-        source = _source(name) if name not in modules else None
-        if source is None:
-            continue
-        modules[name] = source
-        parents = {name.rsplit(".", 1)[0]} if "." in name else set()
-        # Nothing imports the scripts that another interpreter runs: they lie in a package `worker`.
-        scripts = {f"{name}.{path.stem}" for path in source.parent.glob("kvgate_*.py")} if name.endswith(".worker") else set()
-        todo += sorted(_parsed(source)[1] | parents | scripts)
-    return modules
-
-
-@cache
-def code_digest(entry: str) -> str:
-    """Return the digest of the code of `entry` and of every module that it can import, without comments and docstrings."""
-    modules = reachable_modules(entry)
-    assert modules, f"{entry} is not a module of kvgate"
-    return json_digest({name: _parsed(path)[0] for name, path in modules.items()})
+    return json_digest(ast.dump(tree))

@@ -90,8 +90,7 @@ ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 class Backend(ABC, Generic[C]):
     """The interface to build and load the engines of one library.
 
-    Artifact keys contain the code that `build_module` and `engine_module` can import, the libraries' versions, and the values
-    of `build_parts` and `run_parts`.
+    Artifact keys contain the libraries' versions, and the values of `build_parts` and `run_parts`.
     """
 
     libraries: ClassVar[tuple[str, ...]]
@@ -102,13 +101,8 @@ class Backend(ABC, Generic[C]):
 
     @property
     def build_module(self) -> str:
-        """Module whose `build_bundle` builds bundles. All code that it can import is part of a bundle's key."""
+        """Module whose `build_bundle` builds bundles."""
         return f"stages.engines.{self.config.folder}.build"
-
-    @property
-    def engine_module(self) -> str:
-        """Module that opens engines. All code that it can import is part of an evaluation's key."""
-        return f"stages.engines.{self.config.folder}.engine"
 
     @abstractmethod
     def check_inputs(self, job: Job) -> None:

@@ -37,7 +37,7 @@ class OnnxBackend(Backend[OnnxRuntimeConfig]):
         dtype = self.config.compute_dtype
         inputs = {"checkpoint": weights.digest_under("checkpoint")}
         libraries = (*TORCH, *self.libraries)
-        recipe = Recipe("export", ("stages.engines.onnx.export",), {"compute_dtype": dtype}, inputs, libraries)
+        recipe = Recipe("export", {"compute_dtype": dtype}, inputs, libraries)
 
         def build(out: Path, progress: Progress) -> None:
             from stages.engines.onnx.export import export_decoder

@@ -50,10 +50,6 @@ class TorchBackend(Backend[TorchConfig]):
         weights = self.config.compute_dtype == "float32" and self._finds_gpu()
         return FLOAT16_WEIGHTS if weights else ROUNDING[self.config.compute_dtype]
 
-    @property
-    def engine_module(self) -> str:
-        return f"stages.engines.{'cuda' if self._finds_gpu() else 'reference'}.engine"
-
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         weights = artifacts.weights()
         return Source(weights.path / "checkpoint", weights.digest_under("checkpoint"))

@@ -29,7 +29,6 @@ from stages.policies.policy import POLICY_FILE, KVPolicy
 from stages.policies.scales import SCALES_FILE
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 
-CODE = "stages.core.errors"
 QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(60)]
 LOST = {"int4_tensor": 128}
 """Policy -> number of answers that the policy loses."""
@@ -60,7 +59,6 @@ class FakeBackend(Backend[Any]):
     """A backend with the same export for every policy, and bundles that hold their policy."""
 
     libraries = ("numpy",)
-    build_module = engine_module = CODE
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -70,7 +68,7 @@ class FakeBackend(Backend[Any]):
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         weights = artifacts.weights()
-        recipe = Recipe("export", (CODE,), {}, {"checkpoint": weights.digest_under("checkpoint")})
+        recipe = Recipe("export", {}, {"checkpoint": weights.digest_under("checkpoint")})
 
         def build(out: Path, _: Progress) -> None:
             (out / "decoder.onnx").write_text(file_digest(weights.path / "checkpoint" / "model.safetensors"))

@@ -128,7 +128,6 @@ def attempt(job: Callable[[], object], folder: Path, at: int | None = None, faul
     return Attempt(child.exitcode, operations, output, returned)
 
 
-CODE = ("stages.core.errors",)
 PARTS = 3
 """Number of samples of the evaluation. Each is saved as it finishes."""
 FIGURES = {"quality/kl_mean": 0.01, "noise/kl_mean": 0.001}
@@ -157,14 +156,14 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
         link_or_copy(checkpoint, out / "checkpoint" / checkpoint.name)
         (out / "kv_scales.json").write_text(json.dumps({"policy": policy}))
 
-    quantized = store.make(Recipe("quantize", CODE, {"kv": policy}, {"checkpoint": file_digest(checkpoint)}), quantize)
+    quantized = store.make(Recipe("quantize", {"kv": policy}, {"checkpoint": file_digest(checkpoint)}), quantize)
 
     def bundle(out: Path) -> None:
         link_or_copy(quantized.path / "checkpoint" / checkpoint.name, out / "weights.bin")
         for name in ("bundle.json", "kv_policy.json"):
             (out / name).write_text(json.dumps({"kv": policy}))
 
-    return quantized, store.make(Recipe("build", CODE, {"kv": policy}, {"model": quantized.digest}), bundle)
+    return quantized, store.make(Recipe("build", {"kv": policy}, {"model": quantized.digest}), bundle)
 
 
 def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> RunResult:
@@ -181,13 +180,13 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
                 scratch.replace(part)
         (out / ".part").unlink(missing_ok=True)
 
-    recipe = Recipe("round", CODE, {"kv": policy}, {"engine": engine.digest})
+    recipe = Recipe("round", {"kv": policy}, {"engine": engine.digest})
     measured = Store(work / "artifacts").make(recipe, measure, resumable=True)
 
     def report(out: Path) -> None:
         judged_candidate(out, policy, metrics={})
 
-    judged = Store(work / "artifacts").make(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
+    judged = Store(work / "artifacts").make(Recipe("evaluate", {"kv": policy}, {"round": measured.digest}), report)
     tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
     candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
     registered = opened.register(candidate, sweep=sweep, config={"kv": {"name": policy}})

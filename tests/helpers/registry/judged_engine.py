@@ -47,7 +47,7 @@ class Chain:
                 (out / name).parent.mkdir(exist_ok=True)
                 (out / name).write_text(content)
 
-        full_recipe = Recipe(stage, (), {"title": title, **recipe}, inputs, ("numpy",), measures_time=stage == "evaluate")
+        full_recipe = Recipe(stage, {"title": title, **recipe}, inputs, ("numpy",), evaluates=stage == "evaluate")
         artifact = self.store.make(full_recipe, write)
         self.links.append(Link.of(title, artifact))
         return artifact
@@ -107,7 +107,7 @@ def judged_engine(
     verdict = decide(judged, rows, config.gates)
     identity = make_identity(policy_config, chain.links, verdict)
     return chain.store.make(
-        Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
+        Recipe("identity", {} if kv == "int8" else {"kv": kv}, {}),
         lambda out: write_identity(identity, evaluation.path, config.workloads, out, config.signing),
     ).path
 

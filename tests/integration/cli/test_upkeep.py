@@ -104,7 +104,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> Grou
             if kv != "int8_tensor":
                 ground.command("stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
         judge(work, ground.store, LAST, "fp8k_int4v")
-        Store(ground.artifacts).make(Recipe("extremes", (), {}, {}), write_one)
+        Store(ground.artifacts).make(Recipe("extremes", {}, {}), write_one)
     return ground
 
 
@@ -202,7 +202,7 @@ def test_a_killed_prune_leaves_whole_artifacts(ground: Ground, tmp_path: Path) -
         assert attempt(partial(remove, copied, still_removable(copied)), copied, at).code == -signal.SIGKILL
         assert broken(copied) == []
         assert needed <= {piece.place for piece in walk(copied)}
-        Store(copied).make(Recipe("demo", (), {"at": at}, {}), write_one)
+        Store(copied).make(Recipe("demo", {"at": at}, {}), write_one)
         assert all(piece.is_artifact for piece in walk(copied)), "the next command that makes something removes leftovers"
 
 

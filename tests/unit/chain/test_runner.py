@@ -199,7 +199,7 @@ def test_an_evaluation_without_tracking_does_not_hide_a_registered_one(
 
 def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = Mock(wraps=tree_files)
-    recipe = Recipe("demo", ("stages.policies.policy",), {}, {})
+    recipe = Recipe("demo", {}, {})
     store = Store(tmp_path)
     store.make(recipe, lambda _: None)
     monkeypatch.setattr(store_module, "tree_files", hashed)
@@ -223,7 +223,7 @@ def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[
     chain, link = EngineSteps(config, Store(tmp_path / "store")), tmp_path / "link"
     (tmp_path / "one").write_text("1")
     link.symlink_to("one")
-    recipe = Recipe("demo", ("stages.policies.policy",), {}, {"jsonl": chain.digest_of(link)})
+    recipe = Recipe("demo", {}, {"jsonl": chain.digest_of(link)})
     message = "link: was changed while this command read it; run the command again"
     with pytest.raises(UserError, match=message):
         chain.make(recipe, lambda *_: change(link))
@@ -235,7 +235,7 @@ def test_default_threads_are_the_physical_cores_and_in_the_key(tmp_path: Path, m
     parts = {}
     for overrides in ([], ["backend.threads=6"], ["backend.threads=2"]):
         config = configured(tmp_path, *overrides)
-        recipe = Run(config).verdict_steps.recipe("baseline", "measure", {})
+        recipe = Run(config).verdict_steps.recipe("baseline", {})
         parts[config.backend.model_dump()["threads"], bool(overrides)] = recipe.key
     assert set(parts) == {(6, False), (6, True), (2, True)}
     assert parts[6, False] == parts[6, True] != parts[2, True]
@@ -248,7 +248,7 @@ def test_the_same_questions_in_another_folder_are_not_asked_again(tmp_path: Path
         file.parent.mkdir()
         file.write_text(text)
         config = configured(tmp_path, "workloads=jsonl", f"workloads.jsonl={file}")
-        keys.add(Run(config).verdict_steps.recipe("round", "measure", {}).key)
+        keys.add(Run(config).verdict_steps.recipe("round", {}).key)
     assert len(keys) == 2
 
 
@@ -260,7 +260,7 @@ def test_the_folder_of_the_users_texts_has_no_name_in_a_key(tmp_path: Path, monk
         (tmp_path / folder / "text.md").write_text("many words")
         monkeypatch.chdir(tmp_path / folder)
         config = configured(tmp_path, "workloads.lengths=[1024]", f"workloads.documents={path}")
-        recipes.append(Run(config).verdict_steps.recipe("round", "measure", {}))
+        recipes.append(Run(config).verdict_steps.recipe("round", {}))
         WorkloadsConfig.model_validate_json(json.dumps(recipes[-1].config["workloads"]))
     assert recipes[0].key == recipes[1].key
 
@@ -270,9 +270,9 @@ def test_the_files_of_a_draft_are_part_of_an_evaluations_key(tmp_path: Path) -> 
     shutil.copytree(import_module("stages.tiny").__path__[0] + "/checkpoint", draft)
     config = configured(tmp_path, f"workloads.speculation={{draft:{draft}}}")
     check_inputs(config)
-    before = Run(config).verdict_steps.recipe("round", "measure", {})
+    before = Run(config).verdict_steps.recipe("round", {})
     (draft / "generation_config.json").write_text("{}")
-    after = Run(config).verdict_steps.recipe("round", "measure", {})
+    after = Run(config).verdict_steps.recipe("round", {})
     assert before.key != after.key
     assert before.inputs["draft"] != after.inputs["draft"]
     assert "draft" in USER_INPUTS

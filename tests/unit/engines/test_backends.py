@@ -36,9 +36,11 @@ BACKEND_NAMES = sorted(backend_configs())
 @pytest.mark.parametrize("name", BACKEND_NAMES)
 def test_every_configured_backend_builds_and_loads(name: str) -> None:
     backend = open_backend(plan([f"backend={name}"], multirun=False).jobs[0].backend)
-    builder = import_module(backend.build_module)  # the module's code is part of a bundle's key
-    assert isinstance(backend, InterpreterBackend) or callable(builder.build_bundle)
-    assert callable(import_module(backend.engine_module).load_engine)
+    builder = import_module(backend.build_module)
+    if isinstance(backend, InterpreterBackend):
+        assert callable(import_module(f"stages.engines.{backend.config.folder}.engine").load_engine)
+    else:
+        assert callable(builder.build_bundle)
     assert (CONF / "backend" / f"{name}.yaml").is_file()
 
 

@@ -17,11 +17,10 @@ from pipeline.chain.inputs import check_inputs
 from pipeline.chain.job_run import Run
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
-from stages.core.digest import reachable_modules
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.tensorrt import library as library_module
-from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend, cuda_gpu, refuse_caches
+from stages.engines.tensorrt.backend import cuda_gpu, refuse_caches
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.shapes import MAX_ELEMENTS, PlanLimits, check_extents
 from stages.policies.formats import Format
@@ -37,12 +36,12 @@ class _Made(EngineSteps):
     """Chain steps whose quantized scales and ONNX bundles are empty artifacts."""
 
     def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
-        return self.store.make(Recipe("quantize", ("stages.policies.policy",), {}, {}), lambda out: (out / SCALES_FILE).touch())
+        return self.store.make(Recipe("quantize", {}, {}), lambda out: (out / SCALES_FILE).touch())
 
     def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:
         if config is None:
             return super().bundle(policy)
-        return self.store.make(Recipe("build", ("stages.policies.policy",), {}, {}), lambda _: None)
+        return self.store.make(Recipe("build", {}, {}), lambda _: None)
 
 
 GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
@@ -90,11 +89,10 @@ def test_plan_keys_have_the_imported_librarys_version(
 
 def test_running_plans_needs_torch_but_no_build_libraries(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
     machine.setattr("stages.engines.tensorrt.backend.triton_version", lambda: None)
-    parts: Any = Run(configured(tmp_path, "backend=tensorrt")).verdict_steps.recipe("evaluate", "joining", {}).parts
+    parts: Any = Run(configured(tmp_path, "backend=tensorrt")).verdict_steps.recipe("evaluate", {}).parts
     assert parts["config"]["versions"] == {"tensorrt": "10.14.1.48"}
     assert {"torch", "numpy"} <= set(parts["libraries"])
     assert "triton" not in parts["libraries"]
-    assert not [name for name in reachable_modules("stages.engines.tensorrt.engine") if name.startswith("plugins")]
 
 
 @pytest.mark.parametrize(
@@ -119,13 +117,6 @@ def test_missing_requirements_of_plans_are_named_before_any_work(
     config = configured(tmp_path, "backend=tensorrt", f"stage={stage}", f"kv={kv}")
     with pytest.raises(MissingRequirement, match=message) if message is not None else nullcontext():
         check_inputs(config)
-
-
-def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
-    assert {"plugins.kv_attention.kernels.decode", "stages.engines.tensorrt.build"} <= set(
-        reachable_modules(TensorRTBackend.build_module)
-    )
-    assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
 
 
 BUILT = BuiltFor(library="TensorRT", version="10.14.1.48", compute_capabilities=["8.9", "9.0"])

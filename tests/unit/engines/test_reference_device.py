@@ -51,7 +51,7 @@ def test_the_reference_engines_gpu_is_part_of_an_evaluations_key(
         (job,) = plan([f"workdir={tmp_path}", f"reference.device={device}"], multirun=False).jobs
         steps, artifact = Run(job).verdict_steps, SimpleNamespace(digest="0")
         artifacts: Any = {"reference": artifact}
-        parts += [steps.recipe("round", "measure", inputs).parts for inputs in (artifacts, dict[str, Any]())]
+        parts += [steps.recipe("round", inputs).parts for inputs in (artifacts, dict[str, Any]())]
     beside, alone = parts[2:]
     assert parts[:2] == [alone | {"inputs": beside["inputs"]}, alone], "auto is a CPU for the tiny model"
     reference = {"device": "cuda", "gpu": "NVIDIA H100", "compute_capability": "9.0"}
