@@ -37,13 +37,13 @@ def quantize(run: Run) -> None:
     exports = run.make()
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
-    console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
+    console.say(*lines, paste=True)
 
 
 def build(run: Run) -> None:
     bundle = run.make()
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
-    console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
+    console.say(*lines, paste=True)
 
 
 def evaluate(run: Run) -> None:
@@ -63,9 +63,7 @@ def evaluate(run: Run) -> None:
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, quick_check=config.workloads.is_quick_check)
     if store is not None:
-        model, version = store.location.model_name, candidate.version
-        line = f"registered: {model} version {version} at {store.location}"
-        console.result("registered", line, model=model, version=version, registry=str(store.location))
+        console.say(f"registered: {store.location.model_name} version {candidate.version} at {store.location}")
 
 
 def promotable(config: Config) -> summary.Summary:
@@ -129,7 +127,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
             summary.note_champion(config.work, move.champion, last.sweep)
             tables.print_comparison(candidates)
-            console.result("champion", console.Styled("green", move.message), champion=move.champion, message=move.message)
+            console.say(console.Styled("green", move.message))
             tables.print_reasons_against(candidates, move)
             show_page(config, candidates, last, unfinished=unfinished, move=move)
             compare_in_mlflow(config, candidates, last.sweep)
@@ -148,7 +146,7 @@ def rollback(run: Run) -> None:
         move = engines.rollback()
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note_champion(run.config.work, move.champion)
-    console.result("champion", move.message, champion=move.champion, message=move.message)
+    console.say(move.message)
 
 
 def preview_move(config: Config) -> None:
@@ -157,7 +155,7 @@ def preview_move(config: Config) -> None:
     judged = candidates_of(config, promotable(config)) if promotes else []
     with Run(config).engines(decides=promotes) as engines, show_progress("replaying the evidence"):
         move = engines.promote(judged, config.model.label, config.promote.name) if promotes else engines.rollback()
-    console.result("move", move.message, champion=move.champion, message=move.message)
+    console.say(move.message)
     tables.print_reasons_against(move.candidates, move)
 
 
@@ -174,6 +172,7 @@ def monitor(run: Run) -> None:
 
 
 def _say(lines: Iterable[str]) -> None:
+    """Print the lines one by one: a later one may raise."""
     for line in lines:
         console.say(line)
 
@@ -193,7 +192,7 @@ def verify(run: Run) -> None:
         replays = [(evidence, replay(evidence, signing)) for evidence in all_evidence]
     for evidence, findings in replays:
         identity = evidence.identity
-        console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))
+        console.show(tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))
     refusal = first_refusal([finding for _, findings in replays for finding in findings])
     if refusal is not None:
         raise type(refusal)(f"bundle={directory}: {refusal}")

@@ -141,7 +141,7 @@ def _print(foreseen: Preview, *, sweeping: bool) -> None:
         rows.append([title, job, "reused" if artifact.exists else "made above" if artifact.key in printed else "made"])
         printed.add(artifact.key)
     if rows:
-        console.show("dry", Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
+        console.show(Grid("", COLUMNS, rows, {"reused": "dim", "made above": "dim"}))
         counts = Counter(state for *_, state in rows)
         console.say(f"{counts['reused']} reused, {counts['made']} made, later rounds run only if the gates are undecided")
     for label, verdict in foreseen.verdicts.items():

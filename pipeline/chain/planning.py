@@ -57,13 +57,13 @@ def show_capacity(run: Run) -> None:
     served_capacity = capacity.model_copy(update={"policies": served})
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
-    console.show("capacity", tables.capacity_table(served_capacity))
+    console.show(tables.capacity_table(served_capacity))
     if unserved:
         console.say(f"left out: {len(unserved)} that backend={config.backend.name} does not serve")
     for name, reason in capacity.unfit.items():
         console.say(f"{name} does not fit: {reason}")
     path = _write(config, CAPACITY, capacity)
-    console.result("written", str(path), paste=True, files=[path])
+    console.say(str(path), paste=True)
     _require_room(served_capacity)
 
 
@@ -83,7 +83,7 @@ def recommend_policy(run: Run) -> None:
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, commands)):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
-    console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
+    console.say(str(path), paste=True)
     _require_room(capacity)
     if recommendation.chosen is None:
         raise GateRefusal("no policy has evidence that covers this use: nothing is recommended")

@@ -98,7 +98,7 @@ def show_page(
         )
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
-        console.result("report", f"\nreport: {page!s}", paste=True, file=page)
+        console.say(f"\nreport: {page!s}", paste=True)
         write_atomically(config.work / FOLDER / f"{last.sweep}.html", page.read_text(encoding="utf-8"))
         store = _store_of(config, candidates)
         if store is None:
@@ -118,7 +118,7 @@ def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: st
         if store is not None:
             url, command = compare_url(store.location, store.experiment_id, sweep), server_command(store.location)
             lines = ["\nThe runs in MLflow:", *(f"  {line}" for line in (command, url) if line is not None)]
-            console.result("mlflow", *lines, paste=True, command=command, url=url)
+            console.say(*lines, paste=True)
 
 
 def _exhibit(candidate: Candidate) -> "Exhibit":

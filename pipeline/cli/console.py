@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODES = ("human", "json", "quiet")
 """Values of `log=`."""
 RESULT = "result"
-"""Key with the kind of a result in JSON. Objects without this key are events."""
+"""Key with a printed line, or the title of a table, in JSON. Objects without this key are events."""
 PLAIN_WIDTH = 100
 """Columns of tables if the output is not a terminal."""
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
@@ -168,31 +168,26 @@ def end() -> None:
     HANDLER.job = None
 
 
-def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> None:
-    """Print lines for people, or write a JSON object.
+def say(*lines: str, paste: bool = False) -> None:
+    """Print lines for people, or write each line as a JSON object.
 
     `paste`: whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
     """
-    if HANDLER.mode == "json":
-        _write({RESULT: kind, **fields})
-        return
     for line in lines:
+        if HANDLER.mode == "json":
+            if line.strip():
+                _write({RESULT: line.strip()})
+            continue
         text = Text(relative(line))
         if isinstance(line, Styled):
             text = Text.assemble((relative(line[: line.length]), line.style), relative(line[line.length :]))
         out.print(text, soft_wrap=paste or not out.is_terminal)
 
 
-def say(line: str, *, paste: bool = False) -> None:
-    """Print a line for people, or write a result of kind `text`. Arguments: see `result`."""
-    if line.strip() or HANDLER.mode != "json":
-        result("text", line, paste=paste, message=line.strip())
-
-
-def show(kind: str, grid: "Grid") -> None:
-    """Print a table, or write its rows as a JSON object."""
+def show(grid: "Grid") -> None:
+    """Print a table, or write it as a JSON object with the headings as the first row."""
     if HANDLER.mode == "json":
-        _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
+        _write({RESULT: grid.title, "rows": grid.texts()})
     else:
         out.print(grid.table(out.width), crop=False)
 
@@ -204,8 +199,7 @@ def event(level: int, text: str, **fields: object) -> None:
 def step(title: str, path: Path, seconds: float | None) -> None:
     """Report an artifact. `seconds`: how long it took; None if it was reused."""
     duration = "reused" if seconds is None else f"{seconds:.1f} s"
-    fields = {"step": title, "artifact": path, "seconds": seconds, "reused": seconds is None}
-    event(logging.INFO, f"{title:<24} {duration:>8}  {path}", **fields)
+    event(logging.INFO, f"{title:<24} {duration:>8}  {path}", step=title)
 
 
 def warning(text: str) -> None:

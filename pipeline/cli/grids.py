@@ -1,4 +1,4 @@
-"""Tables. Terminals show formatted values; log collectors get the values themselves."""
+"""Tables of formatted values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,10 @@ TEXT_WIDTH = 18
 Value = float | str | None
 
 
-def _known(value: Value) -> Value:
-    return None if value == "" or (isinstance(value, float) and not math.isfinite(value)) else value
-
-
 @dataclass(frozen=True)
 class Column:
-    key: str
-    heading: str = ""
-    """Heading, possibly with several lines; by default the key."""
+    heading: str
+    """Heading, possibly with several lines."""
     form: str = ""
     """Format specification of numbers."""
 
@@ -47,13 +42,9 @@ class Grid:
     styles: Mapping[str, str] = field(default_factory=dict)
     """Text -> style of the cells with this text."""
 
-    def records(self) -> list[dict[str, Value]]:
-        """Return the rows as records by column key; None for values that are empty or not finite."""
-        return [{column.key: _known(value) for column, value in zip(self.columns, row, strict=True)} for row in self.rows]
-
     def texts(self) -> list[list[str]]:
         """Return the table as text: the headings, then the rows."""
-        headings = [" ".join((column.heading or column.key).split()) for column in self.columns]
+        headings = [" ".join(column.heading.split()) for column in self.columns]
         return [headings, *([*map(Column.text, self.columns, row)] for row in self.rows)]
 
     def table(self, width: int) -> Table:
@@ -62,7 +53,7 @@ class Grid:
         title = Text(self.title, "table.title") if self.title else None
         table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=title, title_justify="left")
         for index, column in enumerate(self.columns):
-            heading, numbers = column.heading or column.key, any(isinstance(row[index], int | float) for row in self.rows)
+            heading, numbers = column.heading, any(isinstance(row[index], int | float) for row in self.rows)
             widest = max(map(len, [*heading.split("\n"), *(row[index] for row in rows)]))
             side: Literal["left", "right"] = "right" if numbers else "left"
             least_width = widest if numbers else min(widest, TEXT_WIDTH)

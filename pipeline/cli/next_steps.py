@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class NextStep:
         lines = ["", *(f"  {line}" for line in self.wrong), console.Styled("bold", "Next", f": {self.why}{colon}")]
         if self.command is not None:
             lines.append(f"  {self.command}")
-        console.result("next", *lines, paste=True, **asdict(self))
+        console.say(*lines, paste=True)
 
 
 SERVING = {

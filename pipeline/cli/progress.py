@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -53,28 +53,27 @@ class Phases(ProgressColumn):
             self.bars.update(self.task.id, completed=done, total=total, visible=True)
 
     def render(self, task: Task) -> Text:
-        return Text(f"  {self._title}: {describe_task(task)[0]}")
+        return Text(f"  {self._title}: {describe_task(task)}")
 
 
-def describe_task(task: Task) -> tuple[str, dict[str, object]]:
-    """Return a task's label, units, rate and remaining time as text for people, and as fields for log collectors.
+def describe_task(task: Task) -> str:
+    """Return a task's label, units, rate and remaining time.
 
     The rate is the mean over the task; units done before a resumption do not count. rich's own rate covers only the last 30
     seconds, which is useless for slow steps.
     """
     seconds = task.elapsed or 0.0
     if task.total is None:
-        return f"{duration(seconds)} so far", {"seconds": round(seconds, 1)}
+        return f"{duration(seconds)} so far"
     what, _, unit = task.description.removesuffix("]").partition(" [")  # "forced decode [tokens]"
     text = f"{what} {task.completed:,.0f}/{task.total:,.0f}{f' {unit}' if unit else ''}"
-    fields = {"phase": what, "unit": unit, "done": task.completed, "total": task.total, "seconds": round(seconds, 1)}
     new = task.completed - task.fields["first"]
     if new <= 0 or seconds <= 0 or task.finished:
-        return f"{text}, {duration(seconds)} so far", fields
+        return f"{text}, {duration(seconds)} so far"
     rate = new / seconds
     remaining = (task.remaining or 0.0) / rate
     pace = f"{rate:,.{0 if rate >= 10 else 2}f}/s"
-    return f"{text}, {pace}, {duration(remaining)} left", fields | {"rate": round(rate, 3), "seconds_left": round(remaining, 1)}
+    return f"{text}, {pace}, {duration(remaining)} left"
 
 
 def duration(seconds: float) -> str:
@@ -118,15 +117,15 @@ def show_progress(title: str) -> "Iterator[Progress]":
     block to call. A total of 0 marks a message, which is printed at once.
     """
 
-    def log_line(message: str, fields: Mapping[str, object]) -> None:
-        console.event(logging.INFO, f"{title}: {message}", **{"step": title, **fields})
+    def log_line(message: str) -> None:
+        console.event(logging.INFO, f"{title}: {message}", step=title)
 
     if _showing.locked():
-        yield lambda label, _, total: None if total else log_line(label, {})
+        yield lambda label, _, total: None if total else log_line(label)
         return
     job = console.HANDLER.job
     drawn = console.HANDLER.mode == "human" and console.err.is_terminal and not (job is not None and job.concurrent)
     phases = Phases(f"{job.place if job is not None else ''}{title}", console.err if drawn else None)
-    lines = _repeated(lambda: log_line(*describe_task(phases.task)))
+    lines = _repeated(lambda: log_line(describe_task(phases.task)))
     with _showing, phases.bars if drawn else lines:
-        yield lambda label, done, total: phases.update(label, done, total) if total else log_line(label, {})
+        yield lambda label, done, total: phases.update(label, done, total) if total else log_line(label)

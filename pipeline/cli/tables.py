@@ -16,17 +16,17 @@ from stages.verdict.candidate import Candidate, is_blind
 
 MEASURES = (
     (Column("recovery", form=".3f"), "quality/recovery", "1"),
-    (Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
-    (Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
-    (Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
-    (Column("top10_overlap", "top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),
-    (Column("accuracy", "right\nanswers", ".3f"), "quality/accuracy_candidate", "quality/accuracy_baseline"),
-    (Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
-    (Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"),
-    (Column("others_share", "CPU of\nothers", ".0%"), "perf/others_share", "baseline/others_share"),
+    (Column("KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
+    (Column("PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
+    (Column("mean\nKL", ".1e"), "quality/kl_mean", "0"),
+    (Column("top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),
+    (Column("right\nanswers", ".3f"), "quality/accuracy_candidate", "quality/accuracy_baseline"),
+    (Column("samples\nasked", ".0f"), "quality/samples", ""),
+    (Column("decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"),
+    (Column("CPU of\nothers", ".0%"), "perf/others_share", "baseline/others_share"),
     *(  # tokens per pass under speculative decoding
         (
-            Column(f"acceptance_{drafter}", f"a pass,\n{drafter}", ".2f"),
+            Column(f"a pass,\n{drafter}", ".2f"),
             f"quality/acceptance_{drafter}_candidate",
             f"quality/acceptance_{drafter}_baseline",
         )
@@ -45,7 +45,7 @@ POLICY = Column("policy")
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
     console.say("")
-    console.show("comparison", comparison(candidates))
+    console.show(comparison(candidates))
 
 
 def comparison(candidates: Sequence[Candidate]) -> Grid:
@@ -81,12 +81,11 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 def print_reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> None:
     """Print why a promotion did not choose the other candidates."""
     for rejected, reason in reasons_against(candidates, move).items():
-        console.result("not_chosen", f"  not {rejected}: {reason}", candidate=rejected, reason=reason)
+        console.say(f"  not {rejected}: {reason}")
 
 
 def print_registry(location: Location) -> None:
-    line = f"registry: {location.model_name} at {location}"
-    console.result("registry", line, model=location.model_name, registry=str(location))
+    console.say(f"registry: {location.model_name} at {location}")
 
 
 def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
@@ -109,17 +108,8 @@ def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
     if undecided_check:
         lines = ["  a quick check never passes: no request was compared with the reference engine"]
     title = "QUICK CHECK" if undecided_check else candidate.verdict
-    console.result(
-        "verdict",
-        console.Styled(COLOURS[candidate.verdict], title, f" {candidate.name}: {'; '.join(figures)}"),
-        f"  {memory}{saved}",
-        *lines,
-        candidate=candidate.name,
-        **{name: getattr(candidate, name) for name in ("model", "backend", "verdict", "reasons", "covered")},
-        engine=candidate.engine.digest,
-        report=candidate.report.path,
-        metrics={column.key: _metric_of(candidate, metric) for column, metric, _ in MEASURES},
-    )
+    headline = console.Styled(COLOURS[candidate.verdict], title, f" {candidate.name}: {'; '.join(figures)}")
+    console.say(headline, f"  {memory}{saved}", *lines)
 
 
 def _few_questions(candidate: Candidate) -> list[str]:
@@ -193,12 +183,12 @@ def capacity_table(capacity: Capacity) -> Grid:
     """
     percent = f"{100 * capacity.use.ceiling:g} %"
     columns: dict[Column, Callable[[PolicyCapacity], float]] = {
-        Column("kib_per_token", "KiB/\ntoken", ".3f"): lambda entry: entry.bytes_per_token / KIB,
-        Column("mib_per_request", "MiB/\nrequest", ".1f"): lambda entry: entry.request_bytes / MIB,
-        Column("tokens_that_fit", "tokens\nthat fit", ","): lambda entry: entry.tokens_that_fit,
-        Column("tokens_at_ceiling", f"tokens\nat {percent}", ","): lambda entry: entry.tokens_at_ceiling,
-        Column("requests", f"requests\nat {percent}", ","): lambda entry: entry.requests,
-        Column("live_tokens", "their\ntokens", ","): lambda entry: entry.live_tokens,
+        Column("KiB/\ntoken", ".3f"): lambda entry: entry.bytes_per_token / KIB,
+        Column("MiB/\nrequest", ".1f"): lambda entry: entry.request_bytes / MIB,
+        Column("tokens\nthat fit", ","): lambda entry: entry.tokens_that_fit,
+        Column(f"tokens\nat {percent}", ","): lambda entry: entry.tokens_at_ceiling,
+        Column(f"requests\nat {percent}", ","): lambda entry: entry.requests,
+        Column("their\ntokens", ","): lambda entry: entry.live_tokens,
     }
     ordered = sorted(
         capacity.policies, key=lambda entry: (entry.policy.eviction is not None, -entry.requests, entry.mix_bytes, entry.name)
@@ -208,7 +198,7 @@ def capacity_table(capacity: Capacity) -> Grid:
         for entry in ordered
     ]
     few = {entry.name: "dim" for entry in capacity.policies if entry.requests < capacity.use.concurrency}
-    return Grid("What the memory holds", (POLICY, *columns, Column("old_tokens", "old\ntokens")), rows, few)
+    return Grid("What the memory holds", (POLICY, *columns, Column("old\ntokens")), rows, few)
 
 
 def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]) -> list[str]:

@@ -52,7 +52,7 @@ def show_status(config: Config) -> None:
     if len(inventory.sweeps) > len(recent):
         console.say(f"and {len(inventory.sweeps) - len(recent)} earlier sweeps")
     if inventory.pieces:
-        console.show("artifacts", sizes("Artifacts", sorted(inventory.pieces, key=lambda piece: piece.kind)))
+        console.show(sizes("Artifacts", sorted(inventory.pieces, key=lambda piece: piece.kind)))
         console.say(f"{decimal(distinct_bytes(inventory.pieces))} in total; files that several kinds share count once")
     if inventory.problems:
         lines = "\n".join(str(problem).splitlines()[0] for problem in inventory.problems)
@@ -78,7 +78,7 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
         date = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
         rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), date, notes])
     columns = list(map(Column, ("alias", "version", "engine", "verdict", "registered", "holds")))
-    console.show("aliases", Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
+    console.show(Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
     champion = aliases.get("champion")
     if champion is None:
         console.say(f"{model.name} has no champion yet")
@@ -120,7 +120,7 @@ def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
     title = f"sweep {sweep.sweep}{missing or ('' if rows else ': no candidate')}"
     if rows:
         columns = list(map(Column, ("candidate", "verdict", "version", "model", "backend", "because")))
-        console.show("sweep", Grid(title, columns, rows, COLOURS))
+        console.show(Grid(title, columns, rows, COLOURS))
     else:
         console.say(title)
 
@@ -217,7 +217,7 @@ def remove(root: Path, pieces: Sequence[Piece]) -> None:
 
 def _print(plan: PrunePlan, *, applied: bool) -> None:
     if plan.removable:
-        console.show("pruned", sizes("Removed" if applied else "To remove", plan.removable))
+        console.show(sizes("Removed" if applied else "To remove", plan.removable))
         console.say(f"{decimal(plan.freed_bytes)} {'are' if applied else 'would be'} free: kinds share files")
     else:
         console.say("Nothing to remove: everything is needed")

@@ -65,7 +65,7 @@ def test_progress_says_how_much_how_fast_and_how_long(
         now[0] += seconds
         if call is not None:
             phases.update(*call)
-    assert describe_task(phases.task)[0] == line
+    assert describe_task(phases.task) == line
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -90,8 +90,8 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
 def test_brackets_of_paths_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(console, "out", Console(file=stream, width=160, highlight=False, color_system=None))
-    console.result("engine", "engine bundle: /data/run[int8]/w[/int8]")
-    console.show("findings", Grid("fp8 of m: /data/x[/y]", [Column("a")], [["b[c] in a wide column of a table"]]))
+    console.say("engine bundle: /data/run[int8]/w[/int8]")
+    console.show(Grid("fp8 of m: /data/x[/y]", [Column("a")], [["b[c] in a wide column of a table"]]))
     for text in ("engine bundle: /data/run[int8]/w[/int8]", "fp8 of m: /data/x[/y]", "b[c]"):
         assert text in stream.getvalue()
 

@@ -32,7 +32,7 @@ def test_a_verdict_begins_with_recovery(tmp_path: Path, capsys: pytest.CaptureFi
         first,
     )
     grid = comparison([judged])
-    assert [column.key for column in grid.columns][:3] == ["policy", "verdict", "recovery"]
+    assert [column.heading for column in grid.columns][:3] == ["policy", "verdict", "recovery"]
     assert [row[2] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
@@ -50,11 +50,7 @@ def test_a_pass_on_few_questions_says_what_it_leaves_open(
     assert passed.model_copy(update={"verdict": "FAIL"}).caveat is None
 
 
-COLUMNS = [
-    Column("policy"),
-    *(Column(f"c{i}", f"column\n{i}", form) for i, form in enumerate((",", ".3f", ".1e"))),
-    Column("why"),
-]
+COLUMNS = [Column("policy"), *(Column(f"column\n{i}", form) for i, form in enumerate((",", ".3f", ".1e"))), Column("why")]
 ROWS: list[list[Value]] = [
     ["int4_streaming kv.sink_tokens=4", 2**63, 123456.789, 1e-9, "a remark of several words that wraps"],
     ["fp8", 1, float("nan"), None, ""],
