@@ -1,18 +1,7 @@
 """kvgate from Python: `evaluate` a model, `load` an engine or the `champion` (docs/start.md#from-python)."""
 
-from pipeline.api.calls import make_policy
 from pipeline.api.engines import LoadedEngine, champion, load
 from pipeline.api.evaluations import Evaluation, evaluate
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
-__all__ = [
-    "Evaluation",
-    "GateRefusal",
-    "LoadedEngine",
-    "MissingRequirement",
-    "UserError",
-    "champion",
-    "evaluate",
-    "load",
-    "make_policy",
-]
+__all__ = ["Evaluation", "GateRefusal", "LoadedEngine", "MissingRequirement", "UserError", "champion", "evaluate", "load"]

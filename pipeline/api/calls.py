@@ -1,21 +1,17 @@
 """Shared code of the API: it composes a configuration from Python values, and raises each error as one exception."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from omegaconf import OmegaConf
-from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from pipeline.config.compose import plan
-from pipeline.config.config import Config
-from pipeline.config.explain import explain_validation
+from pipeline.config.compose import Plan, plan
 from pipeline.config.override_syntax import written
 from stages.core.errors import EXIT_CODES, Refusal, UserError, describe, exit_code, short
 from stages.core.strict import check_path
-from stages.policies.policy import KVPolicy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,20 +49,12 @@ def path_argument(name: str, value: object) -> Path:
         raise UserError(f"{name}={short(str(value), 200)}: {error.message()}") from None
 
 
-def make_policy(**values: Any) -> KVPolicy:
-    """Return a custom policy from the keys of `kv.*`. Raises UserError with a line for each problem."""
-    try:
-        return KVPolicy(**values)
-    except ValidationError as error:
-        lines = explain_validation(error, OmegaConf.create(dict.fromkeys(KVPolicy.model_fields)))
-        raise UserError("\n".join(f"KVPolicy.{line}" for line in lines)) from None
-
-
-def compose(values: Mapping[str, object]) -> Config:
-    """Compose and validate a configuration, as the command line does from `KEY=VALUE`. Raises UserError, a line per problem."""
+def plan_call(values: Mapping[str, object]) -> Plan:
+    """Plan a job from Python values, as the command line does from `KEY=VALUE`. Raises UserError, a line per problem."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and "." not in key:
             raise UserError(
                 f"{key}={value}: pass the name of an option, or the keys one by one, as in **{{'{key}.KEY': VALUE}}"
             )
-    return plan([f"{key}={written(value, key)}" for key, value in values.items()], multirun=False).jobs[0]
+    planned = plan([f"{key}={written(value, key)}" for key, value in values.items()], multirun=False)
+    return replace(planned, arguments=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast, get_args, overload
 
-from pipeline.api.calls import compose, path_argument, raises_refusals
+from pipeline.api.calls import path_argument, plan_call, raises_refusals
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE, read_bundle, read_identity, read_lineage
 from pipeline.evidence.reading import bundle_directory, bundle_of
@@ -156,7 +156,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
         threads_text = os.environ.get(THREADS, "")
         usual = int(threads_text) or None if threads_text.isascii() and threads_text.isdigit() else None
         values["backend.threads"] = threads if threads is not None else usual
-    config = compose({**values, **overrides})
+    (config,) = plan_call({**values, **overrides}).jobs
     with required_libraries():
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
@@ -228,7 +228,7 @@ def champion(
         path = path_argument("samples", samples)
         kind = "documents" if path.is_dir() else "jsonl"
         settings |= {"workloads": kind, f"workloads.{kind}": path}
-    config = compose(settings)
+    (config,) = plan_call(settings).jobs
     with ExitStack() as stack:
         loaded = load(_fetch_verified(config, str(model), stack), threads=threads)
         loaded.downloaded = stack.pop_all()

@@ -4,17 +4,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.api.calls import compose, raises_refusals
+from pipeline.api.calls import plan_call, raises_refusals
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config import CONF
-from pipeline.config.compose import Plan
-from pipeline.config.options import check_name
-from pipeline.config.override_syntax import written
 from pipeline.registry import summary
 from stages.core.errors import GateRefusal, UserError
-from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.verdict import Check, Status
@@ -61,9 +57,7 @@ COMMAND_LINE_ONLY = ("stage", "dry", "log")
 
 
 @raises_refusals
-def evaluate(
-    model: str | Path = "tiny", kv: str | KVPolicy = "fp8", *, verbose: bool = False, **overrides: object
-) -> Evaluation:
+def evaluate(model: str | Path = "tiny", kv: str = "fp8", *, verbose: bool = False, **overrides: object) -> Evaluation:
     """Judge an engine against the FP16-KV engine: `python -m pipeline stage=evaluate`, in this process.
 
     Artifacts, gates, tracking and `summary.json` are the same as on the command line, so calls and commands can continue each
@@ -71,7 +65,7 @@ def evaluate(
 
     Args:
         model: The directory of a checkpoint, a GGUF file, or an option of `model=`.
-        kv: An option of `kv=`, or a policy.
+        kv: An option of `kv=`.
         verbose: Whether to print the command line's output.
         overrides: Other keys of the configuration. Pass keys with a dot as `**{"gates.max_mean_kl": 0.02}`.
 
@@ -87,21 +81,15 @@ def evaluate(
     for key in COMMAND_LINE_ONLY:
         if key in overrides:
             raise UserError(f"{key}={overrides[key]}: is a key of the command line only; leave it out")
-    policy_keys = [key for key in overrides if key.startswith("kv.")]
-    if isinstance(kv, KVPolicy) and policy_keys:
-        raise UserError(f"{policy_keys[0]}: the policy is given whole; set it there")
-    chosen = {} if isinstance(kv, KVPolicy) else {"kv": kv}
     shipped = isinstance(model, str) and model in {path.stem for path in (CONF / "model").glob("*.yaml")}
-    config = compose({"stage": "evaluate", "model" if shipped else "model.path": model, **chosen, **overrides})
-    if isinstance(kv, KVPolicy):
-        check_name(kv)
-        config = config.model_copy(update={"kv": kv})
+    planned = plan_call({"stage": "evaluate", "model" if shipped else "model.path": model, "kv": kv, **overrides})
+    (config,) = planned.jobs
     check_inputs(config)
 
     sweep = summary.new_sweep()
     with nullcontext() if verbose else console.silent():
         try:
-            run(Plan([config], ([f"{key}={written(overrides[key], key)}" for key in policy_keys],)), sweep)
+            run(planned, sweep)
         except GateRefusal:
             if not summary.load(config.work, sweep).candidates:  # refused without being judged
                 raise

@@ -11,11 +11,11 @@ import pytest
 from helpers.engines.fake import CharTokenizer
 from helpers.refusals import refused
 from helpers.registry.evidence_copies import edit
-from helpers.registry.judged_engine import config_of, exported, judged_engine, make_champion
+from helpers.registry.judged_engine import exported, judged_engine, make_champion
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from pipeline.api import GateRefusal, MissingRequirement, UserError, champion, engines, evaluate, load, make_policy
+from pipeline.api import GateRefusal, MissingRequirement, UserError, champion, engines, evaluate, load
 from pipeline.api.engines import LoadedEngine
 from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
@@ -36,6 +36,7 @@ UNUSED = LoadedEngine.__new__(LoadedEngine)
             lambda: evaluate("tiny", "int8", gates={"min_recovery": 0.9}),
             "pass the name of an option, or the keys one by one, as in **{'gates.KEY': VALUE}",
         ),
+        (lambda: evaluate("tiny", "int8", **{"kv.name": "fp8"}), "kv.name=fp8: is the name of a shipped policy"),  # type: ignore[arg-type]
         (lambda: evaluate("tiny", "int8", seed="1"), "seed: input should be a valid integer (got '1')"),
         (lambda: load("engine", kv="fp8"), "give keys of backend.* alone"),
         (lambda: load("engine", threads=0), "backend.threads: input should be greater than or equal to 1"),
@@ -89,21 +90,6 @@ def test_a_champion_is_found_by_the_path_of_its_checkpoint(tmp_path: Path, monke
 def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file; give the store that a promotion wrote to"):
         champion(Path("models/Qwen3"), workdir=tmp_path / "empty", tracking_uri=uri and uri.format(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_invalid_policies_are_refused_with_a_line_per_problem(tmp_path: Path) -> None:
-    whole = config_of("kv=int8").kv
-    assert make_policy(**whole.model_dump()) == whole
-    with pytest.raises(UserError) as caught:
-        make_policy(**{**whole.model_dump(), "sink_tokens": -1, "sinks": 4})
-    lines = str(caught.value).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["KVPolicy.sink_tokens", "KVPolicy.sinks"]
-    assert lines[0].endswith("(got -1)")
-    with pytest.raises(UserError, match=r"KVPolicy\.key\.typo"):
-        make_policy(**{**whole.model_dump(), "key": {**whole.key.model_dump(), "typo": 1}})
-    with pytest.raises(UserError, match=r"kv\.name=fp8: is the name of a shipped policy"):
-        evaluate("tiny", make_policy(**{**whole.model_dump(), "name": "fp8"}), workdir=tmp_path / "work")
     assert list(tmp_path.iterdir()) == []
 
 
