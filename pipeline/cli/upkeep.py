@@ -1,17 +1,16 @@
 """Upkeep of a work directory. `stage=status` shows champions, judged candidates and artifacts; `stage=prune` removes artifacts.
 
 An artifact is removed or kept as a whole, because verification needs all of its files. Nothing is removed while another process
-uses the store (`pipeline.store.store.used` and `alone`). An artifact is first renamed into the folder of unfinished work, and
-then deleted. If the process is killed meanwhile, the next command that makes artifacts deletes the rest. So every artifact in
+uses the store (`pipeline.store.store.used`). An artifact is first renamed into the folder of unfinished work, and then deleted.
+If the process is killed meanwhile, the next command that makes artifacts deletes the rest. So every artifact in
 the store is whole.
 """
 
 import os
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from pipeline.cli import console, next_steps
 from pipeline.cli.grids import Column, Grid, Value
 from pipeline.cli.tables import COLOURS, print_registry
 from pipeline.config.config import Config
-from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, first_users, last_sweeps, take_inventory
+from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, last_sweeps, needed_places, take_inventory
 from pipeline.registry.promotion import PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER, ROLLED_BACK_AT, ROLLED_BACK_BY, ROLLED_BACK_TO
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import RegisteredModel
-from pipeline.store.store import IN_USE, USE_LOCK, alone, unfinished
+from pipeline.store.locks import locked_at_once
+from pipeline.store.store import IN_USE, unfinished
 from stages.core.errors import MissingRequirement, UserError
 from stages.core.files import POOL
 
@@ -125,66 +125,48 @@ def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
         console.say(title)
 
 
-FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
-"""Kinds that are removed first, in this order. Other kinds follow.
-
-Measurements come first, because the baseline's log-probabilities take the most space. Identities come before the engines, so
-that an interrupted removal leaves no identity without its engines.
-"""
-
-
-@dataclass(frozen=True)
-class PrunePlan:
-    """Pieces to remove from a store, in this order, and the reasons for pieces that stay."""
-
-    removable: tuple[Piece, ...]
-    freed_bytes: int
-    """Bytes freed by the removal. Files that a kept artifact still links to are not counted."""
-    kept: dict[str, int]
-    """Reason to keep (such as `champion of MODEL`) -> number of pieces. A piece with several reasons counts for the first."""
-
-
 def prune(config: Config) -> None:
     """Show the pieces that are not needed, and remove these pieces if `prune.apply` is set."""
     root = config.artifacts
     if not root.is_dir():
         console.say(f"{root!s}: there are no artifacts")
         return
-    applied, lock = config.prune.apply, root / USE_LOCK
+    applied, lock = config.prune.apply, root / IN_USE
     if applied and lock.exists() and not os.access(lock, os.W_OK):
         raise UserError(f"stage=prune: {lock} cannot be locked, because this user may not write to it; grant write permission")
-    exclusive: AbstractContextManager[bool] = alone(root) if applied else nullcontext(True)
+    exclusive: AbstractContextManager[bool] = locked_at_once(lock) if applied else nullcontext(True)
     with exclusive as unused:  # no command can change the needs meanwhile
         if not unused:
             raise MissingRequirement(
                 f"stage=prune: another command uses the artifacts in {root}; nothing was removed: wait until it ends, or find "
-                f"it with `fuser {root / IN_USE}` and end it"
+                f"it with `fuser {lock}` and end it"
             )
-        plan = make_plan(config)
+        removable = find_removable(config)
         if applied:
-            remove(root, plan.removable)
-    _print(plan, applied=applied)
-    if plan.removable and not applied:
+            remove(root, removable)
+    if not removable:
+        console.say("Nothing to remove: everything is needed")
+        return
+    console.show(sizes("Removed" if applied else "To remove", removable))
+    console.say("files that kept artifacts share stay")
+    if not applied:
         keep = f"prune.keep_sweeps={config.prune.keep_sweeps}"
         command = next_steps.stage_command(config, "prune", keep, "prune.apply=true")
         next_steps.NextStep("remove it", command).show()
 
 
-def make_plan(config: Config) -> PrunePlan:
-    """Return the pieces to remove and to keep. Raises UserError or MissingRequirement if the needs cannot be determined."""
+def find_removable(config: Config) -> list[Piece]:
+    """Return the pieces to remove. Raises UserError or MissingRequirement if the needs cannot be determined."""
     inventory = take_inventory(config)
     for problem in inventory.problems:
         line = str(problem).splitlines()[0]
         repair = "repair it or remove it: " if isinstance(problem, UserError) else ""  # not a store that is only busy
         raise type(problem)(f"stage=prune: {line}; {repair}it may name needed artifacts")
     _check_known(config, inventory)
-    users = first_users(inventory, config.prune.keep_sweeps)
-    removable = [piece for piece in inventory.pieces if piece.place not in users]
-    order = {kind: number for number, kind in enumerate(FIRST)}
-    removable.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
-    needed = [piece for piece in inventory.pieces if piece.place in users]
-    freed_bytes = distinct_bytes(inventory.pieces) - distinct_bytes(needed)
-    return PrunePlan(tuple(removable), freed_bytes, dict(Counter(users.values())))
+    needed = needed_places(inventory, config.prune.keep_sweeps)
+    removable = [piece for piece in inventory.pieces if piece.place not in needed]
+    # Identities come first, so that an interrupted removal leaves no identity without its engines.
+    return sorted(removable, key=lambda piece: (piece.kind != "identity", piece.kind))
 
 
 def _check_known(config: Config, inventory: Inventory) -> None:
@@ -213,13 +195,3 @@ def remove(root: Path, pieces: Sequence[Piece]) -> None:
     for file in (root / POOL).glob("*"):
         if file.stat().st_nlink == 1:
             file.unlink()
-
-
-def _print(plan: PrunePlan, *, applied: bool) -> None:
-    if plan.removable:
-        console.show(sizes("Removed" if applied else "To remove", plan.removable))
-        console.say(f"{decimal(plan.freed_bytes)} {'are' if applied else 'would be'} free: kinds share files")
-    else:
-        console.say("Nothing to remove: everything is needed")
-    for user, count in plan.kept.items():
-        console.say(f"stays: {count} for {user}")

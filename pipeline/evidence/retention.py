@@ -10,14 +10,14 @@ A version or a candidate needs the artifacts of the identity that it cites. The 
 | candidates of the last sweeps | the whole chain, because the next evaluation may reuse builds and measurements |
 | unfinished sweeps among the last sweeps | every artifact made since the first unfinished one began: no identity names it yet |
 
-Single evaluations are counted separately from sweeps, with the same limit.
-Unfinished work of an interrupted evaluation or search stays for thirty days, the limit of the store.
+A single evaluation is a sweep of one job. Unfinished work of an interrupted evaluation stays for thirty days, the limit of the
+store.
 """
 
 import os
 import stat
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -149,53 +149,49 @@ def take_inventory(config: Config) -> Inventory:
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
-    """Return the first `number` sweeps and the first `number` single evaluations of `sweeps`, which starts with the latest.
+    """Return the first `number` of `sweeps`, which starts with the latest.
 
     Sweeps without a candidate are returned too, but do not count towards `number`.
     """
-    counts = Counter[bool]()
+    judged = 0
     chosen = []
     for sweep in sweeps:
-        if counts[sweep.single] < number:
+        if judged < number:
             chosen.append(sweep)
-            counts[sweep.single] += bool(sweep.candidates)
+            judged += bool(sweep.candidates)
     return chosen
 
 
-def first_users(inventory: Inventory, keep_sweeps: int) -> dict[str, str]:
-    """Return the pieces that must stay: place of a piece -> the first user that needs this piece.
+def needed_places(inventory: Inventory, keep_sweeps: int) -> set[str]:
+    """Return the places of the pieces that must stay.
 
     A serving engine is also found by its digest, so it stays even if its identity was altered, removed or made in another work
-    directory. `keep_sweeps`: how many of the last sweeps, and of the last single evaluations, keep their artifacts.
+    directory. `keep_sweeps`: how many of the last sweeps keep their artifacts.
     """
-    users = dict[str, str]()
+    needed = set[str]()
 
-    def keep(digest: str, user: str, *, whole_chain: bool = False) -> None:
+    def keep(digest: str, *, whole_chain: bool = False) -> None:
         lineage = inventory.lineages.get(digest)
         if lineage is not None:
             links = lineage.chain if whole_chain else lineage.reads
-            for place in (inventory.identity_places[digest], *(link.place for link in links)):
-                if place in inventory.artifact_places:
-                    users.setdefault(place, user)
+            needed.update([inventory.identity_places[digest], *(link.place for link in links)])
 
     builds = defaultdict[str | None, list[str]](list)
     for piece in inventory.pieces:
         if piece.kind == "build" and (manifest := read_manifest(piece.path)) is not None:
             builds[files_digest(manifest["files"])].append(piece.place)
     for model in inventory.models:
-        for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
+        for alias, version in model.pointed_at.items():
             if alias != REGISTERED_LAST:
-                keep(version.identity_digest, f"{alias} of {model.name}")
-                for place in builds[model.engines[version.number]]:
-                    users.setdefault(place, f"{alias} of {model.name}")
+                keep(version.identity_digest)
+                needed.update(builds[model.engines[version.number]])
     recent = last_sweeps(inventory.sweeps, keep_sweeps)
     for sweep in recent:
         for candidate in sweep.candidates:
-            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.sweep}", whole_chain=True)
-    first = min((sweep for sweep in recent if sweep.unfinished), key=lambda sweep: sweep.began, default=None)
+            keep(candidate.identity.digest, whole_chain=True)
+    began = min((sweep.began for sweep in recent if sweep.unfinished), default=None)
     for piece in inventory.pieces:
-        if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
-            users.setdefault(piece.place, "the interrupted command, which resumes from it")
-        elif piece.is_artifact and first is not None and piece.made >= first.began:
-            users.setdefault(piece.place, f"sweep {first.sweep}, which has not finished")
-    return users
+        resumes = piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S
+        if resumes or (piece.is_artifact and began is not None and piece.made >= began):
+            needed.add(piece.place)
+    return needed

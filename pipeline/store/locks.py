@@ -1,4 +1,4 @@
-"""Locks between processes, by filelock (flock). A wait has a time limit, and is logged with its purpose after a second.
+"""Locks between processes, by filelock (flock). A wait is logged with its purpose after a second.
 
 The system releases a lock when its process dies, however it dies.
 """
@@ -78,12 +78,13 @@ def locked_at_once(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def shared(path: Path) -> Iterator[None]:
-    """Hold a lock together with other processes while the block runs. No process may hold it alone at the start."""
+def shared(path: Path, purpose: str) -> Iterator[None]:
+    """Hold a lock together with other processes while the block runs. Waits without a limit while a process holds it alone."""
     with locked_at_once(path):  # makes the file, so that other users may open it
         pass
     with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        with announced(f"waiting for {purpose}: another process holds {path}", QUIET_S, LIMIT_S):
+            fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, ClassVar
@@ -32,10 +32,8 @@ LAYOUT = '{"schema_version": 1}\n'
 """Content of STORE_FILE, which names the layout of the store and its manifests. A store without the file has this layout."""
 PARTIAL = ".partial"
 """Folder of a store with unfinished artifacts: `STAGE/KEY` if they are resumable, otherwise `STAGE/.KEY-RANDOM`."""
-USE_LOCK = ".lock"
-"""Lock file at the root of a store: held during a removal of artifacts, and briefly when a command starts to use the store."""
 IN_USE = ".in_use"
-"""Lock file at the root of a store that all commands which use its artifacts hold together."""
+"""Lock file at the root of a store. Commands that use artifacts hold it together, and a removal of artifacts holds it alone."""
 MAX_BYTES = 64 << 20
 """Maximum size of a manifest."""
 RESUMABLE_S = 30 * 24 * 3600.0
@@ -136,27 +134,15 @@ class Store:
 def used(root: Path, *, make: bool) -> Iterator[None]:
     """Prevent the removal of a store's artifacts while the block runs; waits for a removal in progress.
 
-    If `make` is false, a store that is missing, has no lock file yet, or is read-only for this user is not protected.
+    If `make` is false, a store that is missing, has no lock file yet, or whose lock this user may not read is not protected.
     """
-    lock, in_use = root / USE_LOCK, root / IN_USE
-    if not make and not (lock.is_file() and os.access(in_use if in_use.is_file() else root, os.W_OK)):
+    lock = root / IN_USE
+    if not make and not os.access(lock, os.R_OK):
         yield
         return
     root.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        with locked(lock, f"the artifacts in {root}, some of which are being removed"):
-            stack.enter_context(shared(in_use))
+    with shared(lock, f"the artifacts in {root}, some of which are being removed"):
         yield
-
-
-@contextmanager
-def alone(root: Path) -> Iterator[bool]:
-    """Prevent commands from starting to use a store while the block runs.
-
-    Yields whether no command uses it now. Otherwise the block must remove nothing.
-    """
-    with locked_at_once(root / USE_LOCK) as free, locked_at_once(root / IN_USE) as unused:
-        yield free and unused
 
 
 def check_store(root: Path) -> None:

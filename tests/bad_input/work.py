@@ -133,7 +133,7 @@ CASES = [
              ("model.safetensors cannot be read (Permission denied)",),
              lambda path: (checkpoint(path / "model") / "model.safetensors").chmod(0), unprivileged=True),
     BadInput("a lock that may not be read", ("stage=prune", "prune.apply=true"),
-             ("work/artifacts/.lock", "may not write to it"), with_path("work/artifacts/.lock", lambda path: path.touch(0)),
+             ("work/artifacts/.in_use", "may not write to it"), with_path("work/artifacts/.in_use", lambda path: path.touch(0)),
              runs_stage=True, unprivileged=True),
     BadInput("a draft checkpoint without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
              ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),

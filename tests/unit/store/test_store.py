@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.store import locks
 from pipeline.store.locks import locked, locked_at_once
-from pipeline.store.store import IN_USE, MANIFEST, PARTIAL, USE_LOCK, Store, alone, lock_of, read_manifest, used
+from pipeline.store.store import IN_USE, MANIFEST, PARTIAL, Store, lock_of, read_manifest, used
 from pipeline.store.workdir import check_workdir
 from stages.core import digest
 from stages.core.artifact import Recipe
@@ -125,12 +125,12 @@ def test_a_used_store_is_locked_so_that_other_users_can_lock_it_too(tmp_path: Pa
     root, before = tmp_path / "store", os.umask(0o077)
     try:
         with used(root, make=True), used(root, make=True):
-            assert {(root / name).stat().st_mode & 0o777 for name in (USE_LOCK, IN_USE)} == {0o666}
-            with alone(root) as unused:
+            assert (root / IN_USE).stat().st_mode & 0o777 == 0o666
+            with locked_at_once(root / IN_USE) as unused:
                 assert not unused
     finally:
         os.umask(before)
-    with alone(root) as unused:
+    with locked_at_once(root / IN_USE) as unused:
         assert unused
     with used(tmp_path / "nothing", make=False):
         assert not (tmp_path / "nothing").exists()
