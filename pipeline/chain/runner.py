@@ -73,7 +73,7 @@ def run(planned: Plan, sweep: str) -> int:
                 console.ended_by(error)
                 return _conclude(planned, jobs, exit_code(error))
             with warn_on_error("the end of the command is not recorded"):
-                _conclude(planned, jobs, exit_code(error), next_steps.after_error(config, error, jobs.arguments))
+                _conclude(planned, jobs, exit_code(error), next_steps.after_error(error))
             raise
         return _conclude(planned, jobs, code, step)
 
@@ -162,8 +162,7 @@ class JobRunner:
             self.run(number, config)
         except Exception as error:
             console.ended_by(error)
-            step = next_steps.after_error(config, error, self.arguments, sweep=self.sweeping)
-            return JobEnd(exit_code(error), redact_text(describe(error)), step)
+            return JobEnd(exit_code(error), redact_text(describe(error)), next_steps.after_error(error))
         finally:
             console.end()
         return JobEnd()

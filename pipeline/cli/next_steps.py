@@ -26,7 +26,6 @@ from stages.core.errors import CannotBeJudged
 from stages.core.streams import program_name
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate, is_blind
-from stages.workloads.config import LONG
 
 MAX_QUESTIONS = 100_000
 """Maximum samples of a workload (`workloads.samples`)."""
@@ -148,25 +147,17 @@ def after_judging(
     return _ask_more(config, undecided, base, swept) if undecided else _judge_finer(config, candidates, base, swept)
 
 
-def after_error(config: Config, error: Exception, base: Sequence[str], *, sweep: bool = False) -> NextStep | None:
+def after_error(error: Exception) -> NextStep | None:
     """Return the next step after the error of a job; None unless the baseline failed some workloads."""
     if not isinstance(error, CannotBeJudged):
         return None
-    weak, able = error.weak, error.able
-    lengths = [name.removeprefix(LONG) for name in able if name.startswith(LONG)]
-    changes: list[str] = []
-    if lengths and all(name.startswith(LONG) for name in weak):
-        why = f"judge it at the lengths where the model itself answers ({', '.join(lengths)} tokens)"
-        changes = [f"workloads.lengths=[{','.join(lengths)}]"]
-    elif able and all(config.workloads.samples.get(name) for name in weak):  # type: ignore[call-overload]
-        why, changes = f"judge it on what it can do ({', '.join(able)})", [f"workloads.samples.{name}=0" for name in weak]
-    else:
-        why = (
-            "ask questions that this model answers: workloads=chat calibration=chat, or your own, a JSON object per line, as "
-            "workloads=jsonl workloads.jsonl=FILE. If its answers are right in other words, use check mention and word the "
-            "references as the model does; an example turn in `messages` shows it the form (docs/questions.md#my-questions)"
-        )
-    return NextStep(why, command_line(base, *changes, sweep=sweep) if changes else None, error.wrong)
+    return NextStep(
+        "ask questions that this model answers: leave a workload out with workloads.samples.NAME=0, or a length of "
+        "workloads.lengths; or take workloads=chat calibration=chat, or your own, a JSON object per line, as workloads=jsonl "
+        "workloads.jsonl=FILE. If its answers are right in other words, use check mention and word the references as the model "
+        "does; an example turn in `messages` shows it the form (docs/questions.md#my-questions)",
+        wrong=error.wrong,
+    )
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

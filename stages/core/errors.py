@@ -29,16 +29,16 @@ class GateRefusal(Refusal):
 class CannotBeJudged(GateRefusal):
     """The baseline itself fails some workloads, so that a candidate's losses on these workloads would not show.
 
-    `weak` and `able` are the workloads that it fails and the others. `wrong` are lines that show some answers.
+    `wrong` are lines that show some answers.
     """
 
-    def __init__(self, message: str, weak: Sequence[str], able: Sequence[str], wrong: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, wrong: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.weak, self.able, self.wrong = weak, able, wrong
+        self.wrong = wrong
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the arguments of `__init__`. Python itself would pickle only the message."""
-        return type(self), (str(self), self.weak, self.able, self.wrong)
+        return type(self), (str(self), self.wrong)
 
 
 class MissingRequirement(Refusal):

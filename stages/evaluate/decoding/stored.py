@@ -173,13 +173,13 @@ def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: floa
         if answer is not None:
             chance = probability(measured.statistics[sample.id].baseline_nll, item)
             workloads.setdefault(sample.workload, []).append((sample, answer, chance))
-    weak: dict[str, str] = {}
+    weak = list[str]()
     shown: list[tuple[Sample, str]] = []
     for name, answers in sorted(workloads.items()):
         mean = fmean(chance for *_, chance in answers)
         if not mean >= minimum:
             right = sum(answer.correct for _, answer, _ in answers)
-            weak[name] = (
+            weak.append(
                 f"{right} of {len(answers)} questions of {name} (mean probability of the references {100 * mean:.2g} %)"
             )
             # If most answers are right, the model words them differently from the references.
@@ -188,11 +188,10 @@ def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: floa
     if weak:
         these = "this workload" if len(weak) == 1 else "these workloads"
         message = (
-            f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run; "
+            f"FP16 itself answers {'; '.join(weak)}: {these} cannot be judged, and no candidate was run; "
             f"gates.min_baseline_probability is {100 * minimum:g} %"
         )
-        lines = [_describe_answer(*answer) for answer in shown[:SHOWN_ANSWERS]]
-        raise CannotBeJudged(message, list(weak), sorted(workloads.keys() - weak), lines)
+        raise CannotBeJudged(message, [_describe_answer(*answer) for answer in shown[:SHOWN_ANSWERS]])
 
 
 SHOWN_ANSWERS, SHOWN_CHARS = 3, 160

@@ -32,7 +32,7 @@ def die_of_a_real_time_signal(_: Path, *, progress: Progress) -> None:  # noqa: 
 
 
 def refuse_to_judge(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
-    raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"])
+    raise CannotBeJudged("FP16 itself answers none")
 
 
 class Odd(Exception):
