@@ -121,9 +121,10 @@ CASES = [
     BadInput("GGUF: a Git LFS pointer", ("stage=build", "model.path=m.gguf"), ("m.gguf", "git lfs pull"),
              text_file("m.gguf", LFS)),
     *(BadInput(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
-    *(BadInput(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), with_path("x", make))
-      for key, more in (("workloads.jsonl", ()), ("monitor.snapshot", ("stage=monitor",)))
+    *(BadInput(f"workloads.jsonl: {what}", ("workloads.jsonl=x",), ("workloads.jsonl=x",), with_path("x", make))
       for what, make in (("a pipe", os.mkfifo), ("a directory", Path.mkdir), ("100 GB", sparse_file(100 << 30)))),
+    BadInput("monitor.snapshot: a pipe", ("stage=monitor", "monitor.snapshot=x"), ("monitor.snapshot=x",),
+             with_path("x", os.mkfifo)),
     BadInput("stage=rollback without a champion", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
     BadInput("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
              runs_stage=True),

@@ -257,8 +257,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "two": (["hydra/launcher=basic,joblib"], "kvgate sets hydra.*"),
     "none": (["~hydra/launcher"], "kvgate sets hydra.*"),
     "in another place": (["hydra/launcher@kv=joblib"], "kvgate sets hydra.*"),
-    "code": (["hydra/launcher=joblib", "hydra.launcher._target_=os.system"], "kvgate sets hydra.*"),
-    "code below": ([*SLURM, "+hydra.launcher.additional_parameters._target_=os.system"], "kvgate sets hydra.*"),
+    "code": ([*SLURM, "+hydra.launcher.additional_parameters._target_=os.system"], "kvgate sets hydra.*"),
     "a key of another": (
         ["hydra/launcher=joblib", "hydra.launcher.partition=a"],
         "not in 'JobLibLauncherConf'; choose the launcher",

@@ -124,15 +124,15 @@ def test_an_option_shows_its_output_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--help", "stage=capacity log=json"])
-def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) -> None:
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)  # like `head` after it has ended
     with os.fdopen(writes, "w") as closed:
         completed = subprocess.run(
-            [sys.executable, "-m", "pipeline", *option.split()], check=False, stdout=closed, stderr=subprocess.PIPE, text=True,
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            [sys.executable, "-m", "pipeline", "stage=capacity", "log=json"],
+            check=False, stdout=closed, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     assert completed.returncode == 0
     assert not [line for line in completed.stderr.splitlines() if '"level": "info"' not in line]
-    assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "the work finishes"
+    assert (tmp_path / "work" / "capacity.json").is_file(), "the work finishes"
