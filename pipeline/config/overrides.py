@@ -46,9 +46,6 @@ EXTRAS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "s
 """Launcher -> kvgate's extra that installs it; the extra has the name of the library."""
 LOGS = "sweep/.submitit"
 """Folder inside the work directory for the output of submitit's jobs."""
-FILE = re.compile(r"/|\.(jsonl|gguf)$")
-FILE_KEYS = {"model": "model.path=", "workloads": "workloads=jsonl workloads.jsonl=", "calibration": "calibration.jsonl="}
-"""Group -> the argument for a path, which is suggested if a path is given instead of an option."""
 PROMPT_LOOKUP = "workloads.speculation"
 """The only key that may be an empty dict: it enables prompt lookup."""
 
@@ -131,10 +128,8 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
         for item in islice(override.sweep_iterator(), MAX_JOBS + 1) if swept else [override.value()]:
             value = item.text if isinstance(item, QuotedString) else item
             if value not in options:
-                fix = suggest(str(value), options)
-                if key in FILE_KEYS and FILE.search(str(value)):
-                    fix = f"; write {FILE_KEYS[key]}{short(value, 200)}"
-                return f"{key}={'null' if value is None else short(value, 200)}: no such option{fix}"
+                shown = "null" if value is None else short(value, 200)
+                return f"{key}={shown}: no such option{suggest(str(value), options)}"
     return None
 
 

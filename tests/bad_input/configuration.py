@@ -47,7 +47,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("workloads.lengths=[2048,2048]", "workloads.lengths must be different", "give"),
     ("workloads.full_pool=7", "full_pool=7: the small pool could not hold two requests; give at least 8, or 0"),
     ("gates.max_mean_k=0.1", "gates.max_mean_k", "did you mean max_mean_kl?"),
-    ("workloads=mine.jsonl", "workloads=mine.jsonl: no such option; write workloads=jsonl workloads.jsonl=mine.jsonl"),
     ("bundle=engine", "bundle=engine: only stage=verify reads it"),
     ("kv=int8 seed=1 kv=fp8", "kv=fp8: contradicts kv=int8; keep one of them"),
     ("-m kv=int8 dry=true,false", "dry=true,false: the jobs of a sweep share it; give one value"),
