@@ -10,9 +10,7 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness (lm_eval/api/model.p
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +22,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from pipeline.api.engines import load
-from pipeline.store.store import used
 from stages.checkpoints.loading import load_tokenizer
 from stages.core.errors import UserError, short
-from stages.core.files import store_of
 from stages.core.records import Sample
-from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.interface import LOGITS_NOT_FINITE, Engine, SupportsRequests
 from stages.evaluate.decoding.decode import DecodeStep, decode
 from stages.evaluate.distances.distance import log_softmax
@@ -76,10 +71,6 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         super().__init__()
         if not bundle or len(bundle) > MAX_PATH:
             raise UserError(f"bundle={short(bundle)}: is not a path; give --model_args bundle=DIR, the directory of an engine")
-        store = store_of(Path(bundle).resolve() / BUNDLE_FILE)
-        self._in_use = ExitStack()  # held until the process exits: stage=prune waits for it
-        if store is not None:
-            self._in_use.enter_context(used(store, make=False))
         self.batch_size = _at_least(1, "batch_size", batch_size)
         self.max_length = _at_least(2, "max_length", max_length)
         self.max_gen_toks = _at_least(1, "max_gen_toks", max_gen_toks)
