@@ -15,7 +15,7 @@ from helpers.registry.judged_engine import exported, judged_engine, make_champio
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from pipeline.api import GateRefusal, MissingRequirement, UserError, champion, engines, evaluate, load
+from pipeline.api import MissingRequirement, UserError, champion, engines, evaluate, load
 from pipeline.api.engines import LoadedEngine
 from pipeline.config.override_syntax import written
 from pipeline.evidence import reading
@@ -91,19 +91,6 @@ def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_pa
     with pytest.raises(UserError, match="there is no such file; give the store that a promotion wrote to"):
         champion(Path("models/Qwen3"), workdir=tmp_path / "empty", tracking_uri=uri and uri.format(tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_champion_of_older_rules_must_be_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evidence = judged_engine(tmp_path / "work" / "artifacts")
-    file = evidence / "identity.json"
-    identity = json.loads(file.read_text())
-    identity["verdict"]["rules"] = RULES - 1
-    file.write_text(json.dumps(identity))
-    make_champion(monkeypatch, evidence)
-    with pytest.raises(
-        GateRefusal, match=rf"the champion of tiny, version 1 \(int8\): .*: version {RULES - 1} .* PASS.*judge it again"
-    ):
-        champion("tiny", workdir=tmp_path / "work")
 
 
 def test_a_download_without_engine_or_extra_samples_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
