@@ -5,15 +5,8 @@ A launcher's workers are separate interpreters, which a test cannot patch. A job
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any, Literal
-
-INPUTS, ACTIONS = "pipeline.chain.inputs", "pipeline.chain.actions"
 
 PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, *WAITS = 0, 1, 2, 3, 4, 6, 9, 15, 16
 """Seeds. From DEFECT to MISSING, the seed equals the exit code of a command that runs only this job."""
@@ -50,28 +43,9 @@ def evaluate(run: Any) -> None:
     console.say(f"judged {candidate.name}")
 
 
-class _Patching(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        if module.__name__ == ACTIONS:
-            vars(module)["ACTIONS"]["evaluate"] = evaluate
-        else:  # checking the inputs imports torch and transformers, which takes most of a small sweep's time
-            vars(module)["check_inputs"] = lambda *_: None
-
-
-class _Finder(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname in (INPUTS, ACTIONS) else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Patching(spec.loader)
-        return spec
-
-
 if __name__ == "sitecustomize":
-    sys.meta_path.insert(0, _Finder())
+    from pipeline.chain import actions, inputs
+
+    actions.ACTIONS["evaluate"] = evaluate
+    # Checking the inputs imports torch and transformers, which takes most of a small sweep's time.
+    inputs.check_inputs = lambda *_: None
