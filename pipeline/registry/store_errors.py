@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pipeline.registry.tracking import Location
-from pipeline.store.locks import UNTIL, announced
+from pipeline.store.locks import announced
 from stages.core.errors import MACHINE_ERRORS, MissingRequirement, Refusal, UserError
 from stages.core.redaction import redact_text
 
@@ -56,15 +56,13 @@ MISSING = {
 
 @contextmanager
 def store_errors(location: Location) -> Iterator[None]:
-    """Turn errors of the store into one line, and announce a wait longer than QUIET_S with its time limit.
+    """Turn errors of the store into one line, and announce a wait longer than QUIET_S.
 
     Raises UserError if the store refuses the credentials, or is of another kind or release; MissingRequirement if it does not
     answer, is locked, lacks its driver, or fails.
     """
-    limit = location.timeout_s
-    message = f"waiting for {location}; a request may take until {UNTIL} (tracking.timeout_s={limit:g})"
     try:
-        with announced(message, QUIET_S, limit):
+        with announced(f"waiting for {location}; a request may take {location.timeout_s:g} s (tracking.timeout_s)", QUIET_S):
             yield
     except Exception as error:
         # The check of the module excludes the exceptions of requests, which derive from OSError.

@@ -5,7 +5,6 @@ The system releases a lock when its process dies, however it dies.
 
 import fcntl
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +18,12 @@ LOGGER = logging.getLogger("kvgate.waits")
 LIMIT_S = 6 * 3600.0
 """Maximum seconds to wait for a lock; another process may take hours to make an artifact."""
 QUIET_S = 1.0
-UNTIL = "{until}"
 
 
 @contextmanager
-def announced(message: str, quiet_s: float, limit_s: float) -> Iterator[None]:
-    """Log a message if the block takes longer than `quiet_s`; UNTIL in it becomes the time of day `limit_s` after the start."""
-    end = time.strftime("%H:%M:%S", time.localtime(time.time() + limit_s))
-    timer = Timer(quiet_s, LOGGER.warning, [message.replace(UNTIL, end)])
+def announced(message: str, quiet_s: float) -> Iterator[None]:
+    """Log a message if the block takes longer than `quiet_s`."""
+    timer = Timer(quiet_s, LOGGER.warning, [message])
     timer.daemon = True
     timer.start()
     try:
@@ -43,7 +40,7 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
     """
     lock = _lock(path)
     try:
-        with announced(f"waiting for {purpose}: another process holds {path}; until {UNTIL}", QUIET_S, LIMIT_S):
+        with announced(f"waiting for {purpose}: another process holds {path}; at most {LIMIT_S / 3600:g} hours", QUIET_S):
             lock.acquire(timeout=LIMIT_S)
     except Timeout:
         raise MissingRequirement(
@@ -83,7 +80,7 @@ def shared(path: Path, purpose: str) -> Iterator[None]:
     with locked_at_once(path):  # makes the file, so that other users may open it
         pass
     with path.open("rb") as file:
-        with announced(f"waiting for {purpose}: another process holds {path}", QUIET_S, LIMIT_S):
+        with announced(f"waiting for {purpose}: another process holds {path}", QUIET_S):
             fcntl.flock(file, fcntl.LOCK_SH)
         yield
 

@@ -234,7 +234,7 @@ def test_a_wait_says_its_reason_and_ends_with_limit_or_holder(
     message = rf"registering: another process held {path} for \S+ hours; find it with `fuser {path}`"
     with pytest.raises(MissingRequirement, match=message), locked(path, "registering"):
         pass
-    assert caplog.messages[0].startswith(f"waiting for registering: another process holds {path}; until ")
+    assert caplog.messages[0].startswith(f"waiting for registering: another process holds {path}; at most ")
     process.kill()
     process.join()
     with locked_at_once(path) as mine:
