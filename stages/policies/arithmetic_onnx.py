@@ -139,15 +139,11 @@ class GraphOptions:
 
 @dataclass(frozen=True)
 class Stream:
-    """One of the n codes in each stored element, for all elements: code = gain * x + offset, with x (B, H, T, D / n).
-
-    If `nested`, x still has the higher codes of its element: code = gain * x + offset - 2 ** bits * (x of the next stream).
-    """
+    """One of the n codes in each stored element, for all elements: code = gain * x + offset, with x (B, H, T, D / n)."""
 
     x: str
     gain: float = 1.0
     offset: float = 0.0
-    nested: bool = False
 
 
 class Graph(ABC):
@@ -161,11 +157,8 @@ class Graph(ABC):
         """Append nodes that quantize new tokens x (B, H, S, D); return codes (B, H, S, W), scales and zeros (B, H, S, g)."""
 
     @abstractmethod
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:
-        """Read codes from the pool as unscaled numbers. Concatenated, the streams are the channels in order.
-
-        nested: Whether streams may be nested, which saves a pass over the codes.
-        """
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
+        """Read codes from the pool as unscaled numbers. Concatenated, the streams are the channels in order."""
 
     def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:  # noqa: ARG002
         return gather(pool, options.groups)
@@ -177,7 +170,7 @@ class ExactGraph(Graph):
     def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:  # noqa: ARG002
         return [body.op("Cast", x, to=onnx_type(self.spec.storage))]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
         return [Stream(body.to_compute(gather(pool, options.head_dim)))]
 
 
@@ -220,7 +213,7 @@ class FloatGraph(ScaledGraph):
         clipped = body.op("Clip", steps, body.real(-self.spec.limit), body.real(self.spec.limit))
         return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(self.spec.storage))
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
         # Gather does not support float8, so the pool is converted first.
         return [Stream(gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim))]
 
@@ -251,7 +244,7 @@ class IntegerGraph(ScaledGraph):
         lowest = 0.0 if symmetric else half
         return [lowest - half] * (self.spec.packed - 1) + [lowest]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
         # Split into the floor and the fraction of byte / 2 ** (8 - bits), which are exact even in float16.
         offsets, bits = self.offsets(symmetric=options.symmetric), self.spec.bits
         step = 2.0**bits
@@ -260,9 +253,9 @@ class IntegerGraph(ScaledGraph):
         for offset in reversed(offsets[1:]):
             x = body.op("Mul", x, body.real(step)) if streams else x
             whole = body.op("Floor", x)
-            x = x if nested else body.op("Sub", x, whole)
-            streams.insert(0, Stream(whole, offset=offset, nested=nested and bool(streams)))
-        return [Stream(x, step if streams else 1.0, offsets[0], nested and bool(streams)), *streams]
+            x = body.op("Sub", x, whole)
+            streams.insert(0, Stream(whole, offset=offset))
+        return [Stream(x, step if streams else 1.0, offsets[0]), *streams]
 
 
 KINDS: dict[str, type[Graph]] = {"exact": ExactGraph, "float": FloatGraph, "integer": IntegerGraph}

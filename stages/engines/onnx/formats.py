@@ -111,11 +111,10 @@ def _stream_matrix(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.floa
     product for every token, M is applied once to the queries or to the sums. Scores are computed from q @ M, whose last
     columns are biases. Values are (weighted sums of the streams, then the sum of the weights per offset) @ M.T.
     """
-    if all((part.gain, part.offset, part.nested) == (1.0, 0.0, False) for part in parts):
+    if all((part.gain, part.offset) == (1.0, 0.0) for part in parts):
         return None
     channels = np.eye(codec.head_dim // len(parts))
-    nested = np.eye(len(parts), k=1) * [[part.nested] for part in parts]
-    gains = np.diag([part.gain for part in parts]) - 2.0**codec.form.code.bits * nested
+    gains = np.diag([part.gain for part in parts])
     ones = np.kron(np.eye(len(parts)), np.ones((len(channels), 1)))
     biases = [ones[:, [i]] * part.offset for i, part in enumerate(parts) if part.offset]
     return np.hstack([np.kron(gains, channels), *biases])
@@ -127,10 +126,7 @@ def _streams_and_scales(body: Body, codec: SideCodec, index: str) -> tuple[list[
     If scales vary within a stream, they cannot be folded, and the returned streams are multiplied by their scales.
     """
     groups = codec.groups
-    # Nested streams save a pass over the codes, but add terms that are 2 ** bits times larger: too large for the 11
-    # significant bits of float16, and for more than two streams.
-    nested = groups <= 1 and codec.form.code.packed == 2 and body.compute == "float32"
-    parts = codec.graph.streams(body, f"{codec.side}_pool", _pages(body, codec, index), codec.options, nested=nested)
+    parts = codec.graph.streams(body, f"{codec.side}_pool", _pages(body, codec, index), codec.options)
     if not groups:
         return parts, []
     if groups == 1:

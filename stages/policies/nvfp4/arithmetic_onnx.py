@@ -32,7 +32,7 @@ class Nvfp4BlocksGraph(Graph):
         scales = body.op("QuantizeLinear", body.reshape(scale, 0, 0, 0, -1), one, output_dtype=stored_type)
         return [body.op("Cast", byte, to=onnx_type(self.spec.storage)), scales]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions, *, nested: bool) -> list[Stream]:  # noqa: ARG002
+    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
         codes = body.op("Cast", gather(pool, options.head_dim // 2), to=onnx.TensorProto.INT32)
         byte = body.op("Add", codes, body.const(128, np.int32))
         return [Stream(body.op("Gather", body.real(table), byte, axis=0)) for table in E2M1_OF_BYTES]
