@@ -59,12 +59,6 @@ NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
 
-JUDGED: dict[TargetName, str] = {
-    "engine": "no block reuse: the engine computes prompts alike with and without it",
-    "pytorch": "block reuse as served, with a cache_salt for each request",
-}
-"""Target -> how an evaluation differs from serving, as text for the report."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -216,7 +210,7 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
     def build_parts(self) -> dict[str, object]:
         target, interpreter = self.config.target, self.interpreter
         capabilities = rank_capabilities(target, interpreter, self.config.tensor_parallel_size)
-        return {**super().build_parts(), "judged": JUDGED[target], "compute_capabilities": capabilities}
+        return {**super().build_parts(), "compute_capabilities": capabilities}
 
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
         """Write a TensorRT engine, or a checkpoint with pinned LLM arguments, from the exports of stage=quantize."""
