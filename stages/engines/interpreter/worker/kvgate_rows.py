@@ -3,6 +3,7 @@
 Needs torch, which is a dependency of every library that uses this module.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ STEPS = ".steps"
 """Suffix of the file that lists the steps whose rows were written, one per line."""
 
 
-def describe_installation(release: str, **extra: Any) -> dict[str, Any]:
-    """Return the answer to `describe`: the library's release and this process's visible GPUs in CUDA's order."""
+def describe(package: str, **extra: Any) -> dict[str, Any]:
+    """Return the answer to `describe`: the release of an importable package and the visible GPUs in CUDA's order."""
+    release = importlib.import_module(package).__version__
     import torch
 
     devices = [

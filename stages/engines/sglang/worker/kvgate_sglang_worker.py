@@ -13,13 +13,6 @@ import kvgate_channel
 import kvgate_rows
 
 
-def describe() -> dict[str, Any]:
-    import sglang
-
-    described: dict[str, Any] = kvgate_rows.describe_installation(sglang.__version__)
-    return described
-
-
 def validate(model: str, server_args: dict[str, Any]) -> dict[str, Any]:
     """Return server arguments as the release resolves them for this model and this machine.
 
@@ -89,4 +82,4 @@ def _greedy_params(tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    kvgate_channel.serve({"describe": describe, "validate": validate}, SglangModel)
+    kvgate_channel.serve({"describe": partial(kvgate_rows.describe, "sglang"), "validate": validate}, SglangModel)

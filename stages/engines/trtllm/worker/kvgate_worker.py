@@ -32,13 +32,6 @@ BUILD_MODULE = "tensorrt_llm.commands.build"
 """The module that `trtllm-build` runs."""
 
 
-def describe() -> dict[str, Any]:
-    import tensorrt_llm
-
-    described: dict[str, Any] = kvgate_rows.describe_installation(tensorrt_llm.__version__)
-    return described
-
-
 def build(flags: list[str]) -> dict[str, Any]:
     """Run trtllm-build with its output on stderr. Raises RuntimeError if it fails."""
     completed = subprocess.run([sys.executable, "-m", BUILD_MODULE, *flags], check=False, stdin=subprocess.DEVNULL, stdout=2)
@@ -171,4 +164,5 @@ def _corrupt_attention(factor: float) -> list[object]:
 
 
 if __name__ == "__main__":
+    describe = partial(kvgate_rows.describe, "tensorrt_llm")
     kvgate_channel.serve({"describe": describe, "build": build, "validate": validate}, TrtllmModel)

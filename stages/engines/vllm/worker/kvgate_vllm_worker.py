@@ -20,15 +20,13 @@ import kvgate_vllm_cache
 
 def describe() -> dict[str, Any]:
     """Return the installed release, the platform, and the cache types that the release and this machine support."""
-    import vllm
     from vllm.config.cache import CacheDType
     from vllm.platforms import current_platform
 
     names = list(typing.get_args(CacheDType))
     platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else current_platform.device_type
     refused = {name: reason for name in names if (reason := kvgate_vllm_cache.refusal(platform, name))}
-    extra = {"platform": platform, "cache_dtypes": names, "refused": refused}
-    described: dict[str, Any] = kvgate_rows.describe_installation(vllm.__version__, **extra)
+    described: dict[str, Any] = kvgate_rows.describe("vllm", platform=platform, cache_dtypes=names, refused=refused)
     return described
 
 
