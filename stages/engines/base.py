@@ -69,12 +69,6 @@ class ChunkedEngine(Engine):
         """Append prompt tokens to a sequence and return the logits (vocab_size,) of the last token."""
 
 
-def check_positive(**options: int) -> None:
-    for name, value in options.items():
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
-
-
 def check_finite(finite: npt.NDArray[np.bool_]) -> None:
     """Raise UserError unless each layer's keys, and its values, are finite as float16: `finite` (L, 2).
 

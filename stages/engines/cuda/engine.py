@@ -10,7 +10,7 @@ import torch
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import LOGIT_STEP, check_positive
+from stages.engines.base import LOGIT_STEP
 from stages.engines.bundle import ShapedRecord, open_bundle
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.passes import DecodePass, PrefillPass
@@ -30,7 +30,6 @@ def load_engine(
     bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, compute_dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> "KernelEngine":
     """Load a bundle of backend=torch onto the current GPU. `threads` applies to all of torch in this process."""
-    check_positive(threads=threads, prefill_chunk=prefill_chunk)
     resolve_device("cuda")
     _, policy, scales = open_bundle(bundle, ShapedRecord, BACKEND)
     info = inspect_checkpoint(bundle)

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from stages.core.errors import MissingRequirement
 from stages.core.records import PREFILL_CHUNK
-from stages.engines.base import Mode, check_positive
+from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPH, NOT_FINITE, Bundle
 from stages.engines.onnx.config import CpuAttention, refuse_bfloat16
@@ -112,10 +112,9 @@ def load_engine(
         prefill_chunk: Tokens of one prefill run. A longer prompt attends to its earlier chunks through the quantized cache.
 
     Raises:
-        UserError: A file is missing or was changed, the graph is in bfloat16, or a number is below 1.
+        UserError: A file is missing or was changed, or the graph is in bfloat16.
         MissingRequirement: attention=native, but there is no C compiler or the compiler refuses the kernel.
     """
-    check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
     described, policy, scales = open_bundle(bundle, Bundle, BACKEND)
     refuse_bfloat16(described.model.compute_dtype)
     pool = PagedPool(policy, described.model.shape, max_pages)

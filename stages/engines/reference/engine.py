@@ -14,7 +14,7 @@ from torch import Tensor
 from stages.checkpoints.gguf.model import pairs_neighbours
 from stages.checkpoints.loading import load_causal_lm
 from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import ChunkedEngine, SequenceTable, check_finite, check_positive
+from stages.engines.base import ChunkedEngine, SequenceTable, check_finite
 from stages.engines.bundle import ShapedRecord, open_bundle
 from stages.engines.interface import Logits
 from stages.engines.reference.attention import ATTENTION, Block, ConcatenatedViews, Fed, Preparation, Span, View, plan_blocks
@@ -31,7 +31,6 @@ from stages.policies.scales import KVScales
 
 def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, device: torch.device = CPU) -> "TorchEngine":
     """Load a bundle. `threads` applies to all of torch in this process. Raises MissingRequirement if the GPU is too small."""
-    check_positive(threads=threads, prefill_chunk=prefill_chunk)
     _, policy, scales = open_bundle(bundle, ShapedRecord, BACKEND)
     torch.set_num_threads(threads)
     model = place_model(load_causal_lm(bundle, dtype=torch.float32), device)
