@@ -60,7 +60,8 @@ class GraphSession:
         self._binding = self._session.io_binding()
         values = [*self._session.get_inputs(), *self._session.get_outputs()]
         self._types = {value.name: _element_type(value.type) for value in values}
-        self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        """Arrays of `put` and `output`, which must stay alive while they are bound."""
         self._shrinking = ort.RunOptions()
         self._shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         self.shrinks = False
@@ -71,19 +72,16 @@ class GraphSession:
         self._binding.bind_input(name, "cpu", 0, self._types[name], array.shape, array.ctypes.data)
 
     def put(self, name: str, values: npt.NDArray[Any]) -> None:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != values.shape:
-            buffer = self._buffers[name] = np.empty_like(values)
-            self.bind_input(name, buffer)
-        buffer[...] = values
+        """Set an input for the next run."""
+        self._arrays[name] = np.ascontiguousarray(values)
+        self.bind_input(name, self._arrays[name])
 
     def output(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return the array that receives an output. Every run overwrites it."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != shape:
-            buffer = self._buffers[name] = np.empty(shape, dtype)
-            self._binding.bind_output(name, "cpu", 0, self._types[name], shape, buffer.ctypes.data)
-        return buffer
+        if name not in self._arrays or self._arrays[name].shape != shape:
+            self._arrays[name] = np.empty(shape, dtype)
+            self._binding.bind_output(name, "cpu", 0, self._types[name], shape, self._arrays[name].ctypes.data)
+        return self._arrays[name]
 
     def run(self) -> None:
         self._session.run_with_iobinding(self._binding, self._shrinking if self.shrinks else None)
