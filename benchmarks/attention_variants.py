@@ -24,7 +24,7 @@ STORAGES = ("fp8k_int4v", "fp8", "bf16")
 RESIDENT = (2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Numbers of programs launched per SM. If they do not all fit, later programs start when earlier programs end."""
 REDUCES = tuple(product(((4, 16), (1, 16), (1, 8), (1, 4)), (False, True)))
-"""(warps, parts at once) of decode_reduce, and whether decode_reduce may start before decode_partial has ended."""
+"""(warps, parts at once) of reduce_parts, and whether reduce_parts may start before decode_partial has ended."""
 TILES = ((64, 5, (4, 8, 12, 16)), (64, 7, (2, 3, 4, 5)), (32, 5, (4, 8, 12, 16, 24)), (32, 7, (4, 8)), (32, 9, (4, 8)))
 """(tokens of a tile, pipeline stages, programs launched per SM) of decode_partial over JUDGED_KERNEL's storage.
 

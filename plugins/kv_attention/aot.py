@@ -14,15 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from plugins.kv_attention.kernels.append import append
-from plugins.kv_attention.kernels.context import context_partial, context_reduce
-from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
+from plugins.kv_attention.kernels.attend import reduce_parts
+from plugins.kv_attention.kernels.context import context_partial
+from plugins.kv_attention.kernels.decode import decode_partial, plan_work
 from plugins.kv_attention.layout import SideLayout
 from plugins.kv_attention.tensorrt_nodes import Operation
 from plugins.kv_attention.variants import (
     Setting,
     Variant,
     append_variant,
-    context_reduce_variant,
     context_variant,
     decode_variant,
     partial_dtype,
@@ -36,9 +36,9 @@ Kernel = Operation | Literal["append"]
 KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "plan_work": (plan_work, plan_variant),
     "decode_partial": (decode_partial, decode_variant),
-    "decode_reduce": (decode_reduce, reduce_variant),
+    "decode_reduce": (reduce_parts, reduce_variant),
     "context_partial": (context_partial, context_variant),
-    "context_reduce": (context_reduce, context_reduce_variant),
+    "context_reduce": (reduce_parts, reduce_variant),
     "append": (append, append_variant),
 }
 """Operation -> its kernel, and the function that returns the kernel's variant for a setting."""
@@ -76,7 +76,7 @@ class CompiledKernel:
 def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     """Compile the kernel of an operation, once per process, for any number of sequences, pages, buffers and layers.
 
-    Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (Hq, B), context_partial (blocks, H, S),
+    Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (B * Hq), context_partial (blocks, H, S),
     context_reduce (X * Hq), append (ceil(H / R), B, L), with Y the rows of the work list, blocks as
     context_blocks counts them, S = context_splits(splits), R = append_variant(...).constants["R"].
     context_partial is compiled for sequences that all have `tokens` new tokens.
@@ -127,8 +127,10 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
     # In the attention kernels, dynamic scales have the name of static scales; only block scales have a separate name.
     types |= {f"{name}_scale": _scale_pointer(side) for name, side in sides.items()}
     types["value_block_scale"] = POINTERS[layout.value.codes.scale_storage] if layout.value.layer_scale else None
-    if operation == "context_partial":
+    if operation in ("context_partial", "context_reduce"):
         types |= {"query_starts": None, "sequences": None}
+    elif operation == "decode_reduce":
+        types["splits"] = None
     return types
 
 

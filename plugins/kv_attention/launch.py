@@ -9,7 +9,6 @@ K programs over the pages of a KV head, Y all its programs, R parts, E exact slo
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +16,15 @@ from torch import Tensor
 
 from plugins.kv_attention.checks import INT32, check, check_counts, check_launch
 from plugins.kv_attention.kernels.append import append as append_kernel
-from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
-from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
+from plugins.kv_attention.kernels.attend import reduce_parts
+from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial
+from plugins.kv_attention.kernels.decode import decode_partial, plan_work
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 from plugins.kv_attention.variants import (
     Setting,
     Variant,
     append_variant,
     context_blocks,
-    context_reduce_variant,
     context_splits,
     context_variant,
     decode_variant,
@@ -88,7 +87,7 @@ def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Decod
 
 def decode_attention(layout: CacheLayout, query: Tensor, *inputs: Any, plan: DecodePlan, **options: Any) -> Tensor:
     """Return the attention output (B, Hq, D) of one decode step of one layer. Arguments as in decode_partials."""
-    return reduce_partials(layout, *decode_partials(layout, query, *inputs, plan=plan, **options), plan, query.dtype)
+    return reduce_partials(layout, *decode_partials(layout, query, *inputs, plan=plan, **options), query.dtype, plan)
 
 
 def decode_partials(
@@ -169,14 +168,17 @@ def exact_inputs(layout: CacheLayout, cache: Mapping[str, Tensor], exact_slots: 
 
 
 def reduce_partials(
-    layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, plan: DecodePlan, dtype: torch.dtype
+    layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, dtype: torch.dtype, plan: DecodePlan | None = None
 ) -> Tensor:
-    """Run decode_reduce: join the parts of decode_partials to the attention's output (B, Hq, D) in `dtype`."""
-    batch, q_heads, dim = len(plan.sequences), *partial_acc.shape[1:]
-    out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)
-    run(
-        decode_reduce, (q_heads, batch), reduce_variant(make_setting(layout, out)), partial_acc, partial_ml, plan.sequences, out
-    )
+    """Run reduce_parts: join the parts of decode_partials (with its `plan`) or of context_partials.
+
+    Return the attention's output (B, Hq, D) or (X, Hq, D) in `dtype`.
+    """
+    *rows, q_heads, dim = partial_acc.shape
+    sequences, splits, count = (None, rows[1], rows[0]) if plan is None else (plan.sequences, None, len(plan.sequences))
+    out = partial_acc.new_empty((count, q_heads, dim), dtype=dtype)
+    variant = reduce_variant(make_setting(layout, out))
+    run(reduce_parts, (count * q_heads,), variant, partial_acc, partial_ml, sequences, splits, out)
     return out
 
 
@@ -261,7 +263,7 @@ def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> 
 
 def context_attention(layout: CacheLayout, query: Tensor, *inputs: Any, **options: Any) -> Tensor:
     """Return the attention output (X, Hq, D) of new tokens in one layer. Arguments as in context_partials."""
-    return join_partials(layout, *context_partials(layout, query, *inputs, **options), query.dtype)
+    return reduce_partials(layout, *context_partials(layout, query, *inputs, **options), query.dtype)
 
 
 def context_partials(
@@ -289,7 +291,7 @@ def context_partials(
     The other arguments are as in decode_partials.
 
     Returns:
-        partial_acc (X, Hq, S, D) of type partial_dtype, partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
+        partial_acc (X, S, Hq, D) of type partial_dtype, partial_ml (X, S, Hq, 2) float32, S = context_splits(splits).
 
     Raises:
         ValueError: A tensor does not fit the layout.
@@ -307,7 +309,7 @@ def context_partials(
         programs = INTERPRETED_PROGRAMS if interpreted else sm_count(query.device) * variant.resident
         splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], programs)
     parts = context_splits(splits)
-    partials = allocate_partials(query, tokens, q_heads, parts)
+    partials = allocate_partials(query, tokens, parts, q_heads)
     counts = (tokens // sequences, None) if query_starts is None else (None, sequences)
     run(
         context_partial, (blocks, layout.kv_heads, parts), variant,
@@ -315,12 +317,3 @@ def context_partials(
         *exact_inputs(layout, cache, exact_slots), page_table.shape[1], *counts, *partials,
     )  # fmt: skip
     return partials
-
-
-def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run context_reduce: join the splits of context_partials to the attention's output (X, Hq, D) in `dtype`."""
-    tokens, q_heads, parts, dim = partial_acc.shape
-    out = partial_acc.new_empty((tokens, q_heads, dim), dtype=dtype)
-    variant = context_reduce_variant(replace(make_setting(layout, out), splits=parts - 1))
-    run(context_reduce, (tokens * q_heads,), variant, partial_acc, partial_ml, parts, out)
-    return out

@@ -12,7 +12,7 @@ results of a new token and query head.
                         value_exact (M, H, E, D), exact_slots (B)] -> partial_acc (R, Hq, D), partial_ml (R, Hq, 2)
     kv::decode_reduce   partial_acc, partial_ml, sequences -> out (B, 1, Hq, D)
     kv::context_partial query (B, X, Hq, D), key, value (B, X, H, D), the cache's tensors as in decode_partial
-                        -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2), S = splits + 1
+                        -> partial_acc (B, X, S, Hq, D), partial_ml (B, X, S, Hq, 2), S = splits + 1
     kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
 
 partial_ml is float32. partial_acc is float32 for float32 queries, else float16. Static scales are `key_scale` (1, n, 1, 1)
@@ -137,7 +137,7 @@ def input_specs(node: Node, setting: Setting) -> dict[str, Spec]:
     """Return the type and shape of an operation's inputs, by name, in order."""
     layout, dtype, dim = setting.layout, setting.dtype, setting.layout.head_dim
     is_context = node.operation.startswith("context")
-    parts: Dims = ("B", "X", setting.q_heads, context_splits(setting.splits)) if is_context else ("R", setting.q_heads)
+    parts: Dims = ("B", "X", context_splits(setting.splits), setting.q_heads) if is_context else ("R", setting.q_heads)
 
     def tokens(heads: int) -> Dims:
         return ("B", "X", heads, dim) if is_context else ("B", heads, 1, dim)

@@ -52,11 +52,11 @@ def output_descriptors(call: Call) -> Any:
         case "decode_partial":
             dims = (tensors["work"].shape_expr[0] + shape[0], shape[1], shape[3])
         case "context_partial":
-            dims = (shape[0], shape[1], shape[2], number(context_splits(setting.splits)), shape[3])
+            dims = (shape[0], shape[1], number(context_splits(setting.splits)), shape[2], shape[3])
         case "decode_reduce":
             dims = (tensors["sequences"].shape_expr[0], number(1), shape[1], shape[2])
         case "context_reduce":
-            dims = (shape[0], shape[1], shape[2], shape[4])
+            dims = (shape[0], shape[1], shape[3], shape[4])
     if call.node.operation.endswith("reduce"):
         return trtp.from_shape_expr(dims, getattr(trt.DataType, DATA_TYPES[setting.dtype]))
     means = trtp.from_shape_expr(dims, getattr(trt.DataType, DATA_TYPES[partial_dtype(setting.dtype)]))
@@ -106,7 +106,7 @@ def integer_argument(call: Call, name: str) -> Any:
     dimensions = {
         "batch": ("lengths", 0),
         "table_width": ("page_table", 1),
-        "splits": ("partial_acc", 3),
+        "splits": ("partial_acc", 2),
         "tokens": ("query", 1),
     }
     return call.size(*dimensions[name])
@@ -122,7 +122,7 @@ def launch_grid(call: Call) -> tuple[Any, Any, Any]:
         case "decode_partial":
             return heads, size("work", 0), 1
         case "decode_reduce":
-            return setting.q_heads, size("sequences", 0), 1
+            return size("sequences", 0) * setting.q_heads, 1, 1
         case "context_partial":
             columns = context_variant(setting).constants["N"]
             blocks = (size("query", 1) * setting.group + (columns - 1)) // columns

@@ -45,7 +45,7 @@ IN_FLIGHT_BYTES = 57 * 1024
 parts to reduce (benchmarks/results/attention_variants_h200.json)."""
 
 REDUCE_WARPS, REDUCE_PARTS = 1, 8
-"""Warps of decode_reduce, and parts of a sequence that it reads at once."""
+"""Warps of reduce_parts, and parts that it reads at once."""
 
 MAX_REGISTERS = 255
 """Registers per thread of decode_partial and context_partial. Without this limit, ptxas uses only 168 for decode_partial and
@@ -125,7 +125,7 @@ class Setting:
 
     @property
     def overlaps(self) -> bool:
-        """Whether decode_reduce may begin before decode_partial has ended."""
+        """Whether reduce_parts may begin before the parts are complete."""
         return self.sm is not None and self.sm >= PDL_SM
 
 
@@ -229,7 +229,7 @@ def partial_dtype(query_dtype: str) -> str:
 
 
 def reduce_variant(setting: Setting) -> Variant:
-    """Return the variant of decode_reduce."""
+    """Return the variant of reduce_parts."""
     layout = setting.layout
     constants = {
         "HQ": setting.q_heads,
@@ -338,10 +338,3 @@ def context_blocks(tokens: int, sequences: int, variant: Variant, *, ragged: boo
 def context_splits(splits: int) -> int:
     """Return S: `splits` for the pages, and one for the new and the exact tokens."""
     return splits + 1
-
-
-def context_reduce_variant(setting: Setting) -> Variant:
-    """Return the variant of context_reduce."""
-    block = 1 << (context_splits(setting.splits) - 1).bit_length()
-    constants = {"D": setting.layout.head_dim, "BLOCK": block, "ROUND": setting.rounds_bfloat16}
-    return Variant(constants, num_warps=1, num_stages=1)

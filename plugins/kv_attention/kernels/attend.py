@@ -1,4 +1,4 @@
-"""Attention to one tile, to a range of pages and to the exact tokens, shared by the decode and the context kernels.
+"""Attention to one tile, to a range of pages and to the exact tokens, and the join of parts, for decoding and for contexts.
 
 Shapes: N columns, which are query rows, T tokens of a tile, D head_dim, C channels of a chunk of a value row.
 
@@ -8,7 +8,9 @@ weight p of a token is 2^(score - m). l is the sum of the weights, and `sums` ar
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from plugins.kv_attention.kernels.append import round_to_bfloat16
 from plugins.kv_attention.kernels.codes import decode, streams_of
 from plugins.kv_attention.kernels.nvfp4 import NVFP4_GAIN
 from plugins.kv_attention.kernels.tiles import (
@@ -241,3 +243,60 @@ def attend_pages(
             T, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, True, PTX, FP8,
         )  # fmt: skip
     return m, l, unit, sums
+
+
+@triton.jit(do_not_specialize=["splits"])
+def reduce_parts(
+    partial_acc, partial_ml, sequences, splits, out,
+    HQ: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one query head of a row, a sequence of a decode step or a new token of a context. Grid (rows * Hq).
+
+    Args:
+        partial_acc: (R, Hq, D) float16 or float32, means of the values. In a decode step, means of a part without tokens are
+            zeros; in a context they are not read.
+        partial_ml: (R, Hq, 2) float32, m and l; a part without tokens has l = 0 and m = -inf. No row's first part is empty.
+        sequences: (rows, 4) int32, as plan_work writes it; None for a context, in which every row has `splits` parts.
+        splits: S; None with `sequences`.
+        out: (rows, Hq, D).
+        CHUNK: Parts that are read at once.
+        ROUND: Round to bfloat16 by integer arithmetic (`round_to_bfloat16`).
+        PDL: The kernel may begin before the previous one has ended, and then waits for the parts.
+    """
+    head = tl.program_id(0) % HQ
+    b = tl.program_id(0) // HQ
+    if sequences is None:
+        first = b * splits
+        parts = splits
+    else:
+        first = tl.load(sequences + b * 4 + 2)
+        parts = tl.load(sequences + b * 4 + 3)
+    if PDL:
+        gdc_wait()
+    d = tl.arange(0, D)
+    m = float("-inf")
+    l = 0.0
+    acc = tl.zeros((D,), tl.float32)
+    for chunk in tl.range(0, parts, CHUNK):
+        part = chunk + tl.arange(0, CHUNK)
+        row = (first + part).to(tl.int64) * HQ + head
+        present = part < parts
+        part_m = tl.load(partial_ml + row * 2, mask=present, other=float("-inf"))
+        part_l = tl.load(partial_ml + row * 2 + 1, mask=present, other=0.0)
+        if sequences is None:
+            present = part_m > float("-inf")
+        means = tl.load(
+            partial_acc + row[:, None] * D + d[None, :], mask=tl.broadcast_to(present[:, None], (CHUNK, D)), other=0.0
+        )
+        # `largest` is finite, because the first part contains the current token.
+        largest = tl.maximum(m, tl.max(part_m, 0))
+        decay = tl.math.exp2(m - largest)
+        weight = tl.math.exp2(part_m - largest)
+        weight *= part_l
+        l = l * decay + tl.sum(weight, 0)
+        acc = acc * decay + tl.sum(means.to(tl.float32) * weight[:, None], 0)
+        m = largest
+    acc /= l
+    if ROUND:
+        acc = round_to_bfloat16(acc)
+    tl.store(out + (b.to(tl.int64) * HQ + head) * D + d, acc.to(out.dtype.element_ty))

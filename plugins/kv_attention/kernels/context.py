@@ -5,8 +5,8 @@ a cache tile, U tokens of a tile of new tokens, S splits, E exact slots. The que
 tokens' G heads, token by token; N rows are the columns of one program.
 
 Every new token attends to all cached tokens and to the unquantized new tokens up to itself. One program attends to the pages of
-one (block of N query rows, KV head, split); programs of the last split attend to the new tokens, the sinks and the recent
-tokens. context_reduce joins the splits.
+one (block of N query rows, KV head, split); programs of the first split attend to the new tokens, the sinks and the recent
+tokens. reduce_parts joins the splits.
 
 Tiles and operand order are those of plugins/kv_attention/kernels/decode.py: scores (T, N) = keys (T, D) x query^T
 and sums (D, N) += values^T (D, T) x p (T, N). The codes are decoded to the matrix instruction's first operand in registers, so
@@ -16,7 +16,6 @@ only p passes through shared memory, and N columns share the cost of decoding a 
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.append import round_to_bfloat16
 from plugins.kv_attention.kernels.attend import (
     HEADROOM,
     LOG2_E,
@@ -86,7 +85,7 @@ def _scaled_queries(query, row, rows, N: tl.constexpr, D: tl.constexpr, SCALING:
 
 @triton.jit
 def _store_empty_split(partial_ml, partial_row, rows, N: tl.constexpr):
-    """Store -inf and 0. Because m is -inf, context_reduce does not read the split's means."""
+    """Store -inf and 0. Because m is -inf, reduce_parts does not read the split's means."""
     tl.store(partial_ml + partial_row * 2, tl.full((N,), float("-inf"), tl.float32), mask=rows)
     tl.store(partial_ml + partial_row * 2 + 1, tl.zeros((N,), tl.float32), mask=rows)
 
@@ -196,7 +195,7 @@ def context_partial(
 ):  # fmt: skip
     """Attend to the tokens of one (block of query rows, KV head, split). Grid (blocks, H, S), see `_locate_block`.
 
-    The last split attends to the new and the exact tokens, the others to the pages. Tensors that the layout lacks are None.
+    The first split attends to the new and the exact tokens, the others to the pages. Tensors that the layout lacks are None.
     Without `query_starts` every sequence has `tokens` new tokens; otherwise `tokens` is not read.
 
     Args:
@@ -209,12 +208,12 @@ def context_partial(
         key_exact, value_exact: (buffers, H, E, D) float16, without the new tokens.
         exact_slots: (B) int32, exact buffer of every sequence.
         sequences: B; None without `query_starts`.
-        partial_acc: Output (X, Hq, S, D) float16 or float32, weighted means of the values; an empty split writes none.
-        partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 for an empty split.
+        partial_acc: Output (X, S, Hq, D) float16 or float32, weighted means of the values; an empty split writes none.
+        partial_ml: Output (X, S, Hq, 2) float32, m and l; -inf and 0 for an empty split.
         NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
     """
     h = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(2) - 1  # over the pages; -1 is the split of the new tokens
     splits = tl.num_programs(2) - 1
     b, start, count, block = _locate_block(query_starts, sequences, tokens, tl.program_id(0), G, N)
     if block * N >= count * G:
@@ -223,15 +222,15 @@ def context_partial(
     rows = n < count * G
     token = n // G
     row = (start + token) * (H * G) + h * G + n % G
-    partial_row = row * (splits + 1) + split
+    partial_row = ((start + token) * (splits + 1) + split + 1) * (H * G) + h * G + n % G
     length = tl.load(lengths + b)
     low, high = _split_tiles(length, split, splits, T, SINK, RECENT)
-    if (low == high) & (split != splits):
+    if (low == high) & (split >= 0):
         _store_empty_split(partial_ml, partial_row, rows, N)
         return
 
     scaled, per_column = _scaled_queries(query, row, rows, N, D, SCALING)
-    if split == splits:
+    if split < 0:
         last = tl.minimum((block * N + N - 1) // G, count - 1)
         _new_split(
             query, key_new, value_new, key_exact, value_exact, exact_slots, b, start, h, length, last, token, row,
@@ -245,34 +244,3 @@ def context_partial(
             partial_row, rows, scaled, per_column, partial_acc, partial_ml,
             H, T, N, D, PARTS, KEY, KEY_SCALE, VALUE, VALUE_SCALE, GROUPS, CHUNKS, SINK, PTX, FP8, STAGES,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["splits"])
-def context_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr):
-    """Join the splits of one new token's query head. Grid (X * Hq).
-
-    Args:
-        partial_acc: (X, Hq, S, D) float16 or float32, means of the values; empty splits are not read.
-        partial_ml: (X, Hq, S, 2) float32, m and l.
-        splits: S.
-        out: (X, Hq, D).
-        BLOCK: S rounded up to a power of two.
-        ROUND: Round to bfloat16 by integer arithmetic (`round_to_bfloat16`).
-    """
-    first = tl.program_id(0).to(tl.int64) * splits
-    d = tl.arange(0, D)
-    s = tl.arange(0, BLOCK)
-    m = tl.load(partial_ml + (first + s) * 2, mask=s < splits, other=float("-inf"))
-    l = tl.load(partial_ml + (first + s) * 2 + 1, mask=s < splits, other=0.0)
-    largest = tl.max(m, 0)
-    total = tl.sum(l * tl.math.exp2(m - largest), 0)
-    acc = tl.zeros((D,), tl.float32)
-    for split in range(0, splits):
-        scale = tl.load(partial_ml + (first + split) * 2)
-        if scale > float("-inf"):
-            weight = tl.load(partial_ml + (first + split) * 2 + 1) * tl.math.exp2(scale - largest)
-            acc += tl.load(partial_acc + (first + split) * D + d).to(tl.float32) * weight
-    acc /= total
-    if ROUND:
-        acc = round_to_bfloat16(acc)
-    tl.store(out + tl.program_id(0).to(tl.int64) * D + d, acc.to(out.dtype.element_ty))

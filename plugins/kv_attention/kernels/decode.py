@@ -1,4 +1,4 @@
-"""Split-K attention of a decode step: a work list, the attention of its parts, and the join of the parts.
+"""Split-K attention of a decode step: a work list, and the attention of its parts, which reduce_parts joins.
 
 Shapes: B sequences, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
 columns, T tokens of a tile (a page of 64, or half or a quarter of it), W stored elements of a value row, C channels of a
@@ -23,9 +23,8 @@ product of a code and its block's scale is a float16 without rounding, and the l
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from plugins.kv_attention.kernels.append import round_to_bfloat16
 from plugins.kv_attention.kernels.attend import (
     HEADROOM,
     MIN_SCALE_BITS,
@@ -265,7 +264,7 @@ def decode_partial(
             written.
         partial_ml: Output (R, Hq, 2) float32, m and l, the sum of the weights; -inf and 0 of a part without tokens.
     """
-    if PDL:  # programs of decode_reduce may occupy free slots from here on, and wait there
+    if PDL:  # programs of reduce_parts may occupy free slots from here on, and wait there
         gdc_launch_dependents()
     h = tl.program_id(0)
     work += tl.program_id(1) * 5
@@ -292,52 +291,3 @@ def decode_partial(
                 query, key_new, value_new, key_exact, value_exact, exact_slots, lengths, h, work, partial_acc, partial_ml,
                 H, G, N, D, SCALING, PARTS, SINK, RECENT, PTX, FP8,
             )  # fmt: skip
-
-
-@triton.jit
-def decode_reduce(
-    partial_acc, partial_ml, sequences, out,
-    HQ: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of one sequence and query head. Grid (Hq, B).
-
-    Args:
-        partial_acc: (R, Hq, D) float16 or float32, means of the values; zeros for a part without tokens.
-        partial_ml: (R, Hq, 2) float32, m and l; a part without tokens has l = 0 and m = -inf.
-        sequences: (B, 4) int32, as plan_work writes it.
-        out: (B, Hq, D).
-        CHUNK: Parts that are read at once.
-        ROUND: Round to bfloat16 by integer arithmetic (`round_to_bfloat16`).
-        PDL: The kernel may begin before decode_partial has ended, and then waits for the parts.
-    """
-    head = tl.program_id(0)
-    b = tl.program_id(1)
-    first = tl.load(sequences + b * 4 + 2)
-    parts = tl.load(sequences + b * 4 + 3)
-    if PDL:
-        gdc_wait()
-    d = tl.arange(0, D)
-    m = float("-inf")
-    l = 0.0
-    acc = tl.zeros((D,), tl.float32)
-    for chunk in tl.range(0, parts, CHUNK):
-        part = chunk + tl.arange(0, CHUNK)
-        row = (first + part).to(tl.int64) * HQ + head
-        present = part < parts
-        part_m = tl.load(partial_ml + row * 2, mask=present, other=float("-inf"))
-        part_l = tl.load(partial_ml + row * 2 + 1, mask=present, other=0.0)
-        means = tl.load(
-            partial_acc + row[:, None] * D + d[None, :], mask=tl.broadcast_to(present[:, None], (CHUNK, D)), other=0.0
-        )
-        # `largest` is finite, because the first part contains the current token.
-        largest = tl.maximum(m, tl.max(part_m, 0))
-        decay = tl.math.exp2(m - largest)
-        weight = tl.math.exp2(part_m - largest)
-        weight *= part_l
-        l = l * decay + tl.sum(weight, 0)
-        acc = acc * decay + tl.sum(means.to(tl.float32) * weight[:, None], 0)
-        m = largest
-    acc /= l
-    if ROUND:
-        acc = round_to_bfloat16(acc)
-    tl.store(out + (b.to(tl.int64) * HQ + head) * D + d, acc.to(out.dtype.element_ty))

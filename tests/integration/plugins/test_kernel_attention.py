@@ -61,23 +61,23 @@ def check_decode(case: KernelCase, programs: int, scaling: float | None = None) 
     pages = [-(-max(0, n - layout.recent_tokens) // PAGE_TOKENS) - layout.sink_tokens // PAGE_TOKENS for n in case.lengths]
     assert valid.any(1).sum() <= sum(max(1, n) for n in pages) + len(pages) * (layout.exact_tokens > 0)
     assert (maximum[weight == 0.0] == -math.inf).all()
-    compare(case, launch.reduce_partials(layout, *partials, plan, case.dtype), scaling)
+    compare(case, launch.reduce_partials(layout, *partials, case.dtype, plan), scaling)
 
 
 def check_context(case: KernelCase, splits: int) -> None:
     """Run the kernels of several new tokens, and compare their output with the reference's."""
     layout, scaling = case.layout, case.layout.head_dim**-0.5
     partials = launch.context_partials(layout, **case.arguments, scaling=scaling, splits=splits)
-    assert partials[0].shape == (*case.query.shape[:2], splits + 1, layout.head_dim)
+    assert partials[0].shape == (len(case.query), splits + 1, *case.query.shape[1:])
     maximum, weight = partials[1].unbind(-1)
     assert not partials[1].isnan().any()
     empty = weight == 0.0
     check_partials(case, *partials, ~empty)
     assert (maximum[empty] == -math.inf).all()
-    assert not empty[..., -1].any(), "the split of the new tokens is never empty"
+    assert not empty[:, 0].any(), "the split of the new tokens is never empty"
     # A bfloat16 output is rounded to 8 bits, as is the query.
     tolerance = TOLERANCE * (2 if case.dtype == torch.bfloat16 else 1)
-    compare(case, launch.join_partials(layout, *partials, case.dtype), scaling, tolerance)
+    compare(case, launch.reduce_partials(layout, *partials, case.dtype), scaling, tolerance)
 
 
 @pytest.mark.every

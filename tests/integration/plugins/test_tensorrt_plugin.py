@@ -143,7 +143,7 @@ def expected_launches(
     heads, q_heads, dim, splits = map(triple, (layout.kv_heads, case.setting.q_heads, layout.head_dim, case.programs + 1))
     columns = context_variant(case.setting).constants["N"]
     blocks = tuple(b * -(-x * case.group // columns) for b, x in zip(batch, tokens, strict=True))
-    rows = tuple(b * x * case.setting.q_heads for b, x in zip(batch, tokens, strict=True))
+    rows, sequences = (tuple(b * x * case.setting.q_heads for b, x in zip(batch, new, strict=True)) for new in (tokens, single))
     out = DATA_TYPES[case.compute]
 
     def partials(*dims: Triple) -> list[tuple[str, tuple[Triple, ...]]]:
@@ -156,9 +156,9 @@ def expected_launches(
             [batch, triple(case.programs)],
         ),
         node_of("decode_partial", layout): (partials(case.parts, q_heads), (heads, case.rows, single), [width]),
-        REDUCE: ([(out, (batch, single, q_heads, dim))], (q_heads, batch, single), []),
+        REDUCE: ([(out, (batch, single, q_heads, dim))], (sequences, single, single), []),  # type: ignore[dict-item]
         node_of("context_partial", layout): (
-            partials(batch, tokens, q_heads, splits), (blocks, heads, splits), [width, tokens]
+            partials(batch, tokens, splits, q_heads), (blocks, heads, splits), [width, tokens]
         ),
         CONTEXT_REDUCE: ([(out, (batch, tokens, q_heads, dim))], (rows, single, single), [splits]),  # type: ignore[dict-item]
     }  # fmt: skip
