@@ -99,6 +99,10 @@ CASES = {
         CacheLayout(2, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("nvfp4", "per_group", 16)),
         group=8, compute="float16", programs=4, sm=90, sizes=VARYING, suffix="_kstatic_vblocks",
     ),
+    "guarded": PluginCase(
+        CacheLayout(2, 64, SideLayout("bf16"), SideLayout("int8", "per_head"), 0, 32),
+        group=1, compute="bfloat16", programs=2, sm=80, sizes=FIXED, suffix="_vstatic_exact",
+    ),
 }  # fmt: skip
 
 
