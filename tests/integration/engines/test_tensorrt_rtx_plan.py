@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from helpers.engines.gpu import pretend_gpu
 from helpers.engines.random_llama import BY_NAME, SHIPPED, make_bundle, shared_decoder
 from helpers.stride import STRIDE
 from helpers.tensorrt.fake import computed_with, make_plans
@@ -145,10 +146,7 @@ def test_a_refused_graph_is_named_with_the_librarys_reason(decoder: Path, tmp_pa
 
 def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other differences: tests/unit/engines/test_plans.py."""
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
+    pretend_gpu(monkeypatch)
     ours = load("tensorrt_rtx").version
     monkeypatch.setattr(Library, "version", property(lambda _: "1.8"))
     message = rf"built for TensorRT for RTX {ours} and SM 8\.9, 12\.0, but this machine has TensorRT for RTX 1\.8 and SM 9\.0"

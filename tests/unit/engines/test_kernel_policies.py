@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints.configs import MISTRAL, make
+from helpers.engines.gpu import pretend_gpu
 from helpers.policies.shipped import SHIPPED
 from helpers.refusals import refused
 
@@ -64,22 +65,15 @@ def test_a_refused_policy_is_named(change: dict[str, Any], key: str) -> None:
         check_kernels(SHIPPED["fp8"].model_copy(update=change), SHAPE, 8)
 
 
-def pretend_gpu(patch: pytest.MonkeyPatch, present: bool, capability: tuple[int, int] = (9, 0)) -> None:
-    patch.setattr(torch.version, "cuda", "13.0")
-    patch.setattr(torch.cuda, "is_available", lambda: present)
-    patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-
-
 def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch, present=True)
+    pretend_gpu(monkeypatch)
     assert [resolve_device(device) for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
     assert gpu_identity() == {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
     with monkeypatch.context() as patch:
         patch.setattr("stages.engines.gpu.find_spec", lambda _: None)
         with refused(MissingRequirement, "backend.device=auto needs triton, which is not installed here"):
             resolve_device("auto")
-    pretend_gpu(monkeypatch, present=True, capability=(7, 5))
+    pretend_gpu(monkeypatch, capability=(7, 5))
     with refused(MissingRequirement, "backend.device=auto needs a GPU of compute capability 8.0 or newer, NVIDIA H200 has 7.5"):
         resolve_device("auto")
     pretend_gpu(monkeypatch, present=False)
@@ -87,7 +81,7 @@ def test_auto_is_the_gpu_if_present_and_missing_parts_are_named(monkeypatch: pyt
     missing = f"backend.device=cuda: torch {torch.__version__} finds no NVIDIA GPU here; set backend.device=cpu. On a machine"
     with refused(MissingRequirement, missing):
         resolve_device("cuda")
-    pretend_gpu(monkeypatch, present=True)
+    pretend_gpu(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", None)
     with refused(MissingRequirement, missing):
         resolve_device("cuda")
@@ -112,7 +106,7 @@ def test_a_job_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_compute_type_of_a_gpu_is_part_of_an_evaluations_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch, present=True)
+    pretend_gpu(monkeypatch)
     for dtype, rounding in (("float32", FLOAT16_WEIGHTS), ("bfloat16", ROUNDING["bfloat16"])):
         config = TorchConfig.model_validate({"name": "torch", "device": "cuda", "threads": 1, "compute_dtype": dtype})
         backend = open_backend(config)

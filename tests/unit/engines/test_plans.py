@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.commands.jobs import configured
+from helpers.engines.gpu import pretend_gpu
 from helpers.policies.shipped import SHIPPED
 from helpers.refusals import refused
 
@@ -20,7 +21,7 @@ from stages.core.artifact import Artifact, Recipe
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.tensorrt import library as library_module
-from stages.engines.tensorrt.backend import cuda_gpu, refuse_caches
+from stages.engines.tensorrt.backend import refuse_caches
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.shapes import MAX_ELEMENTS, PlanLimits, check_extents
 from stages.policies.formats import Format
@@ -44,18 +45,17 @@ class _Made(EngineSteps):
         return self.store.make(Recipe("build", {}, {}), lambda _: None)
 
 
-GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
+GPU = {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580.1"}
+"""The GPU that CUDA uses, and that builds and runs the plans."""
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with TensorRT and a GPU. TensorRT's distribution is named tensorrt_cu13, not tensorrt."""
+    """A machine with TensorRT and two GPUs. TensorRT's distribution is named tensorrt_cu13, not tensorrt."""
     monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: _Library)
-    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [GPU])
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: GPU["name"])
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    other = {"name": "NVIDIA H100", "compute_cap": "9.0"}
+    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [{**other, "driver_version": "580.1"}, GPU])
+    pretend_gpu(monkeypatch, name=GPU["name"], capability=(8, 9))
     return monkeypatch
 
 
@@ -197,18 +197,6 @@ def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
 def test_a_type_that_tensorrt_lacks_is_refused_before_any_work(policy: KVPolicy, key: str) -> None:
     with pytest.raises(UserError, match=rf"^{key}\.dtype=fp8_e5m2: TensorRT has no type FLOAT8E5M2; .* backend=onnxruntime"):
         refuse_caches(SimpleNamespace(policy=policy))  # type: ignore[arg-type]
-
-
-GPUS = [{"name": name, "compute_cap": "9.0", "driver_version": "580.1"} for name in ("NVIDIA H100", "NVIDIA L40S")]
-
-
-def test_plans_are_built_for_the_gpu_that_cuda_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: GPUS)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L40S")
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
-    assert cuda_gpu() == {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580.1"}
 
 
 LLAMA = KVShape(layers=2, kv_heads=8, head_dim=128)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.engines.gpu import pretend_gpu
 from helpers.policies.shipped import SHIPPED
 
 from benchmarks import benchlib
@@ -24,18 +25,11 @@ from stages.policies.policy import FP16_POLICY
 CPU = torch.device("cpu")
 
 
-def has_gpu(patch: pytest.MonkeyPatch, present: bool) -> None:
-    patch.setattr(torch.version, "cuda", "13.0" if present else None)
-    patch.setattr(torch.cuda, "is_available", lambda: present)
-    patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100")
-    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-
-
 def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_gpu(monkeypatch, present=True)
+    pretend_gpu(monkeypatch)
     assert reference_device("auto", MIN_BYTES) == reference_device("cuda", 1) == "cuda"
     assert reference_device("auto", MIN_BYTES - 1) == reference_device("cpu", 1 << 40) == "cpu"
-    has_gpu(monkeypatch, present=False)
+    pretend_gpu(monkeypatch, present=False)
     assert reference_device("auto", MIN_BYTES) == "cpu"
     with pytest.raises(MissingRequirement, match=r"^reference\.device=cuda: .* no NVIDIA GPU here; set reference\.device=auto"):
         reference_device("cuda", MIN_BYTES)
@@ -45,7 +39,7 @@ def test_auto_is_a_gpu_for_models_that_are_not_tiny(monkeypatch: pytest.MonkeyPa
 def test_the_reference_engines_gpu_is_part_of_an_evaluations_key(
     has_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_gpu(monkeypatch, has_device)
+    pretend_gpu(monkeypatch, present=has_device)
     parts: list[Any] = []
     for device in ("auto", "cuda" if has_device else "cpu"):
         (job,) = plan([f"workdir={tmp_path}", f"reference.device={device}"], multirun=False).jobs
@@ -54,7 +48,7 @@ def test_the_reference_engines_gpu_is_part_of_an_evaluations_key(
         parts += [steps.recipe("round", inputs).parts for inputs in (artifacts, dict[str, Any]())]
     beside, alone = parts[2:]
     assert parts[:2] == [alone | {"inputs": beside["inputs"]}, alone], "auto is a CPU for the tiny model"
-    reference = {"device": "cuda", "gpu": "NVIDIA H100", "compute_capability": "9.0"}
+    reference = {"device": "cuda", "gpu": "NVIDIA H200", "compute_capability": "9.0"}
     assert beside["config"] == alone["config"] | ({"reference": reference} if has_device else {})
 
 
@@ -102,7 +96,7 @@ def test_a_blocks_scores_are_bounded_for_any_context() -> None:
 
 def test_a_missing_requested_gpu_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """stage=build runs no engine."""
-    has_gpu(monkeypatch, present=False)
+    pretend_gpu(monkeypatch, present=False)
     for stage in ("all", "evaluate", "build"):
         (job,) = plan([f"workdir={tmp_path}", f"stage={stage}", "reference.device=cuda", "tracking=none"], multirun=False).jobs
         refused = pytest.raises(MissingRequirement, match=r"^reference\.device=cuda")
