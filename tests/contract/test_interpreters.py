@@ -98,6 +98,8 @@ def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine[Any
     assert engine.memory().live_tokens == len(TOKENS) + len(reversed_tokens) - 1
     engine.release(handles)
     assert engine.memory().pool_bytes == 0
+    handles, none = engine.prefill([])
+    assert (handles, none.shape) == ([], (0, VOCABULARY))
     (generated,) = engine.generate([TOKENS], 5, ())
     assert engine.forced([*TOKENS, *generated], len(TOKENS)).argmax(1).tolist()[:-1] == generated[1:], (
         "unchanged by the forcing"
@@ -113,11 +115,6 @@ def test_must_fail_control_corrupts_the_cache_and_can_be_undone(engine: RequestE
     for factor in (49.0, 1 / 49.0):  # their product is rounded to a number below 1
         engine.corrupt_key_scale(factor)
     assert engine._fault == 1.0, "the sound checkpoint is loaded again"
-
-
-def test_a_call_without_prompts_starts_no_sequence(engine: RequestEngine[Any, Any]) -> None:
-    handles, rows = engine.prefill([])
-    assert (handles, rows.shape) == ([], (0, VOCABULARY))
 
 
 def test_times_come_from_the_library(engine: RequestEngine[Any, Any]) -> None:
