@@ -7,6 +7,7 @@ values. So the format or a wrong scale changes only decoded logits. With block r
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,8 @@ class SamplingParams:
         self.processor = arguments.get("logits_processor")
 
 
-class Completion:
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-
-
-class RequestOutput:
-    def __init__(self, completion: Completion) -> None:
-        self.outputs = [completion]
+def request_output(token_ids: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids)])
 
 
 class Toy:
@@ -56,7 +51,7 @@ class Toy:
         codes = rounded(self.vectors * to_codes, algorithm)
         self.read = codes * from_codes if algorithm else self.vectors.astype(np.float16).astype(np.float32)
 
-    def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         state = np.zeros(self.vectors.shape[1], np.float32)
         for token in prompt[:-1]:
             state = DECAY * (state + (self.read if self.prompts_read else self.vectors)[token])
@@ -73,7 +68,7 @@ class Toy:
                 params.processor(**dict(zip(ENGINE["logits_processor"], processor_arguments, strict=True)))
             state = DECAY * (state + self.read[tokens[-1]])
             tokens.append(int(row.argmax()))
-        return Completion(tokens[1:])
+        return tokens[1:]
 
 
 class Runtime:
@@ -96,23 +91,23 @@ class Runtime:
         sampling_params: Any,
         use_tqdm: bool,  # noqa: ARG002
         cache_salt: Sequence[str] = (),
-    ) -> list[RequestOutput]:
+    ) -> list[SimpleNamespace]:
         for number in range(len(inputs)):
             self._refuse_salt(cache_salt[number] if cache_salt else None)
         if MODE == "hang while generating":
             time.sleep(600)
         pairs = zip(inputs, sampling_params, strict=True)
-        return [RequestOutput(self.toy.generate(prompt, params)) for prompt, params in pairs]
+        return [request_output(self.toy.generate(prompt, params)) for prompt, params in pairs]
 
     async def generate_async(
         self, inputs: Any, sampling_params: Any, streaming: bool, cache_salt: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncIterator[SimpleNamespace]:
         assert streaming
         self._refuse_salt(cache_salt)
-        tokens = self.toy.generate(inputs, sampling_params).token_ids
+        tokens = self.toy.generate(inputs, sampling_params)
         for end in range(1, len(tokens) + 1):
             await asyncio.sleep(1e-4)
-            yield RequestOutput(Completion(tokens[:end]))
+            yield request_output(tokens[:end])
 
 
 def rounded(x: Any, algorithm: str | None) -> Any:
