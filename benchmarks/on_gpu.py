@@ -103,8 +103,8 @@ def evaluation_part(name: str, seconds: int, needs: str, arguments: str) -> Part
 
 
 def profiled_part(name: str, seconds: int, tool: str) -> Part:
-    """Return a part that runs every kernel's decode step under a CUDA tool. `tool`: the tool's program and options."""
-    kernels = "tests/gpu/test_kernels_on_gpu.py -k 'captured_step and fp8k_int4v'"
+    """Return a part that runs a test of every kernel under a CUDA tool. `tool`: the tool's program and options."""
+    kernels = f"{KERNELS} -k 'enter_the_ring or sharp_and_flat or equal_numbers'"
     return Part(name, f"{tool} {PYTEST} {kernels}", seconds, f"bin:{tool.partition(' ')[0]} {TESTED}")
 
 
@@ -115,7 +115,7 @@ FLASHINFER = "flashinfer fp8,flashinfer xqa fp8,flashinfer bf16,flashinfer xqa b
 PARALLEL = f"-n {CORES}"
 STEPS: dict[str, tuple[Part, ...]] = {
     "correctness": (
-        test_part("captured kernels", 120, "", "tests/gpu/test_kernels_on_gpu.py"),
+        test_part("occupancy and benchmark", 120, "", "tests/gpu/test_kernels_on_gpu.py"),
         test_part("kernels against the reference", 240, "xdist", f"{PARALLEL} {KERNELS}"),
         test_part("engine", 180, "transformers", "tests/gpu/test_engine_on_gpu.py -k 'not command_line'"),
         test_part(

@@ -18,14 +18,10 @@ from helpers.kernels.engines import GUARDED, distance
 
 from benchmarks import benchlib
 from plugins.kv_attention import launch
-from stages.core.records import Sample
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
 from stages.engines.reference.engine import TorchEngine, load_engine
-from stages.evaluate.decoding.decode import StoppingCriteria
-from stages.evaluate.decoding.free import free_answers
-from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
 
 pytestmark = pytest.mark.gpu
@@ -134,30 +130,6 @@ def test_joint_prefill_syncs_once_per_pass_and_equals_single(bundles: dict[str, 
         (other,), expected = alone.prefill([prompt])
         assert distance(row[None], expected) < CLOSE
         assert distance(engine.decode([handle], [5]), alone.decode([other], [5])) < CLOSE
-
-
-def test_captured_bfloat16_steps_are_within_their_rounding(bundles: dict[str, Path]) -> None:
-    texts = benchlib.story_tokens(2, 300).tolist()
-    engines = [load_on_gpu(bundles["fp8k_int4v"], threads=1, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
-    handles = [engine.prefill([text[:200] for text in texts])[0] for engine in engines]
-    exact, rounded = (engine.decode(handle_pair, [5, 6]) for engine, handle_pair in zip(engines, handles, strict=True))
-    assert rounded.dtype == np.float32
-    assert 1e-4 < distance(rounded, exact) < 6e-2  # transformers' own bfloat16 steps differ by 4e-2
-    assert all(step._graph is not None for step in engines[1]._passes.values())
-
-
-def test_prompts_join_a_running_batch_between_captured_steps(bundles: dict[str, Path]) -> None:
-    engine = load_on_gpu(bundles["fp8k_int4v"], threads=1, prefill_chunk=128)
-    story = benchlib.story_tokens(1, 700)[0].tolist()
-    lengths, limits = (300, 5, 90, 1, 620, 17, 64), (6, 40, 20, 5, 9, 1, 30)
-    encoded = [
-        EncodedSample(Sample(str(i), "joins", ""), tuple(story[7 * i : 7 * i + length]), (1,) * limit)
-        for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
-    ]
-    answers = free_answers(engine, encoded, 2, StoppingCriteria(stop_tokens=(), extra_tokens=0))
-    assert (answers.tokens, answers.contradictions) == (sum(limits), [])
-    assert engine.memory().live_tokens == 0
-    assert all(step._graph is not None for step in engine._passes.values())
 
 
 def test_the_command_line_judges_a_cache_by_the_kernels(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The kernels on a real GPU: in CUDA graphs, without waiting for the host; and a short run of the benchmark.
+"""The kernels on a real GPU: the programs that run at once, and a short run of the benchmark.
 
-tests/integration/plugins/test_kernel_{append,attention,plan}.py check the results of the kernels. They run on the GPU
-if there is one, and in Triton's interpreter otherwise.
+tests/integration/plugins/test_kernel_{append,attention}.py check the results of the kernels. They run on the GPU if there is
+one, and in Triton's interpreter otherwise. test_engine_on_gpu.py captures the kernels in CUDA graphs.
 """
 
 import json
@@ -11,90 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kernels.cases import no_waiting, side
-from torch import Tensor
+from helpers.kernels.cases import case_of
 
 from plugins.kv_attention import launch
 from plugins.kv_attention.kernels.decode import decode_partial
-from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.variants import decode_variant
 
 pytestmark = pytest.mark.gpu
 
-LAYERS, BATCH, COLUMNS, BUFFERS, GROUP = 3, 4, 20, 5, 4
-LAYOUTS = {
-    "fp8k_int4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int4 64")),
-    "fp8k_nvfp4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("nvfp4 16")),
-    "guarded": CacheLayout(4, 128, side("int8 token"), side("int4 32"), sink_tokens=4, recent_tokens=70),
-    "bf16": CacheLayout(4, 64, side("bf16"), side("bf16")),
+CASES: dict[str, tuple[str, str, int, dict[str, int]]] = {
+    "fp8k_int4v": ("fp8_e4m3 tensor", "int4 64", 128, {}),
+    "fp8k_nvfp4v": ("fp8_e4m3 tensor", "nvfp4 16", 128, {}),
+    "guarded": ("int8 token", "int4 32", 128, {"sink": 4, "recent": 70}),
+    "bf16": ("bf16", "bf16", 64, {}),
 }
-LENGTHS = [[0, 1, 64, 1000], [1279, 65, 0, 127]]
-
-
-class Decoder:
-    """A cache of LAYERS layers on the GPU and a step over it: attention in every layer, then one append for all layers."""
-
-    def __init__(self, layout: CacheLayout) -> None:
-        rng = torch.Generator("cuda").manual_seed(0)
-        specs = layout.pools(BATCH * COLUMNS) | layout.exact_buffers(BUFFERS) | layout.static_scales()
-        self.cache = {name: self._filled(*spec, rng) for name, spec in specs.items()}
-        self.page_table = torch.randperm(BATCH * COLUMNS, generator=rng, device="cuda").view(BATCH, COLUMNS).int()
-        self.lengths = torch.zeros(BATCH, dtype=torch.int32, device="cuda")
-        self.layout, self.slots = layout, torch.arange(BATCH, dtype=torch.int32, device="cuda")
-        heads = (layout.kv_heads * GROUP, layout.kv_heads, layout.kv_heads)
-        self.inputs = [torch.randn(LAYERS, BATCH, h, layout.head_dim, generator=rng, device="cuda").bfloat16() for h in heads]
-
-    @staticmethod
-    def _filled(dtype: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        x = torch.randn(LAYERS, *shape, generator=rng, device="cuda")
-        if dtype in ("float32", "float16", "float8_e4m3fn") and shape[-1] < 32:  # scales
-            x = x.abs() * 0.01 + 0.01
-        return ((x * 40).clamp(-127, 127) if dtype == "int8" else x).to(getattr(torch, dtype))
-
-    def step(self) -> Tensor:
-        """Run one step; return the attention output (LAYERS, BATCH, Hq, D)."""
-        tables: dict[str, Any] = {"page_table": self.page_table, "lengths": self.lengths, "exact_slots": self.slots}
-        outs, (query, key, value) = [], self.inputs
-        programs = launch.default_programs(self.layout, query[0], self.page_table, 0.1)
-        plan = launch.plan_decode(self.layout, self.lengths, programs=programs)
-        for layer, new in enumerate(zip(query, key, value, strict=True)):
-            cache = {name: tensor[layer] for name, tensor in self.cache.items()}
-            outs.append(launch.decode_attention(self.layout, *new, cache, plan=plan, scaling=0.1, **tables))
-        launch.append(self.layout, key, value, self.cache, **tables)
-        return torch.stack(outs)
-
-    def show(self, lengths: list[int], seed: int) -> None:
-        """Write other sequences and tokens to the same addresses."""
-        rng = torch.Generator("cuda").manual_seed(seed)
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        self.page_table.copy_(torch.randperm(BATCH * COLUMNS, generator=rng, device="cuda").view(BATCH, COLUMNS))
-        for x in self.inputs:
-            x.normal_(generator=rng)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_captured_step_replays_with_other_tokens(name: str) -> None:
-    captured, eager = Decoder(LAYOUTS[name]), Decoder(LAYOUTS[name])
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        captured.step()
-    torch.cuda.current_stream().wait_stream(stream)
-    eager.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = captured.step()
-    for seed, lengths in enumerate(LENGTHS):
-        for decoder in (captured, eager):
-            decoder.show(lengths, seed)
-        out.fill_(torch.nan)
-        with no_waiting():
-            graph.replay()
-            expected = eager.step()
-        assert torch.equal(out, expected)
-        assert out.isfinite().all()
-        for array, tensor in captured.cache.items():
-            assert torch.equal(tensor.view(torch.uint8), eager.cache[array].view(torch.uint8)), array
+"""Formats of keys and values, head_dim and exact tokens."""
 
 
 class Launched:
@@ -107,12 +38,15 @@ class Launched:
         return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_programs_of_a_launch_run_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, decoder = Launched(), Decoder(LAYOUTS[name])
+    key, value, dim, exact = CASES[name]
+    launched, case = Launched(), case_of(key, value, 4, dim, [0, 1, 64, 1000], **exact)
     monkeypatch.setattr(launch, "decode_partial", launched)
-    decoder.step()
-    variant = decode_variant(launch.make_setting(decoder.layout, decoder.inputs[0][0], 0.1))
+    arguments = case.arguments
+    plan = launch.plan_decode(case.layout, arguments["lengths"], programs=4)
+    launch.decode_attention(case.layout, **arguments, plan=plan, scaling=0.1)
+    variant = decode_variant(launch.make_setting(case.layout, arguments["query"], 0.1))
     resident, shared = c_int(0), c_size_t(launched.kernel.metadata.shared)
     of_a_multiprocessor = CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
     assert of_a_multiprocessor(byref(resident), c_void_p(launched.kernel.function), 32 * variant.num_warps, shared) == 0
