@@ -40,8 +40,6 @@ class Options:
     groups: int
     """Scales per token and head; 0 for static scales."""
     symmetric: bool
-    towards_zero: bool = False
-    """Whether codes are truncated towards zero, as by a truncating cast, instead of rounded to the nearest."""
 
 
 class Arithmetic(ABC):
@@ -108,12 +106,9 @@ class Scaled(Arithmetic):
 class Float(Scaled):
     """8-bit floating-point numbers."""
 
-    def encode(self, steps: Tensor, options: Options) -> Tensor:
+    def encode(self, steps: Tensor, options: Options) -> Tensor:  # noqa: ARG002
         # Older torch converts numbers that overflow float8 to NaN.
-        codes = steps.clamp(-self.spec.limit, self.spec.limit).to(getattr(torch, self.spec.storage.torch))
-        if options.towards_zero:  # the next smaller magnitude is the next smaller byte, of either sign
-            codes = (codes.view(torch.uint8) - (codes.float().abs() > steps.abs()).to(torch.uint8)).view(codes.dtype)
-        return codes
+        return steps.clamp(-self.spec.limit, self.spec.limit).to(getattr(torch, self.spec.storage.torch))
 
     def decode(self, codes: Tensor, options: Options) -> Tensor:  # noqa: ARG002
         return codes.float()
@@ -123,7 +118,7 @@ class Integer(Scaled):
     """Packed integers, symmetric around 0 or from 0 to `levels` with a zero point."""
 
     def encode(self, steps: Tensor, options: Options) -> Tensor:
-        whole = steps.trunc() if options.towards_zero else steps.round()
+        whole = steps.round()
         if options.symmetric:
             return pack(whole.clamp(-self.spec.limit, self.spec.limit), self.spec.bits)
         # Codes 0 to levels are stored as signed numbers.

@@ -135,15 +135,6 @@ class Deviation(Record):
         return f"first {self.operation} wrong at {where}"
 
 
-class Explanation(Record):
-    """A mistake that explains a deviation: a reference engine with this mistake is much closer to the engine."""
-
-    what: str
-    """Behaviour of the engine, as a clause."""
-    kl: float
-    """Mean KL(reference engine with the mistake || engine) of the request, nats."""
-
-
 class EngineConformance(Record):
     policy: str
     requests: list[ComparedRequest]
@@ -151,8 +142,6 @@ class EngineConformance(Record):
     """Maximum distance of a request's logits, in roundings."""
     deviation: Deviation | None = None
     """First deviation of the worst request; null if no request is off by more than rounding allows."""
-    explanation: Explanation | None = None
-    """Mistake that the engine seems to make; null if none of the tried mistakes fits."""
 
     @property
     def ranked(self) -> list[float]:
@@ -214,8 +203,6 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
             f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error), {describe_bound(count, 'deviate')}"
         )
     text = f"does not compute {policy}"
-    if engine.explanation is not None:
-        text += f": it is as if {engine.explanation.what} (KL {engine.explanation.kl:.1e} from a reference engine like that)"
     if engine.deviation is not None:
         text += f", {engine.deviation.describe(f' of sample {engine.deviation.sample}')}"
     text += next((f", {request.problem}" for request in engine.requests if request.problem), "")

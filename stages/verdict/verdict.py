@@ -12,7 +12,7 @@ from stages.core.records import Number, Record, finite
 from stages.core.strict import StrictModel
 from stages.policies.delivery import ScaleChangeKind
 
-RULES = 30
+RULES = 31
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""
 
 ALL = "all"

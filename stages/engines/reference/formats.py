@@ -41,12 +41,9 @@ def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int, 
     return Static(shaped(side.scale), None if side.zero is None else shaped(side.zero))
 
 
-def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bool = False) -> Stored:
-    """Quantize finite x (..., H, T, D). `static` is None unless the format has static scales.
-
-    Codes are rounded to nearest or, with `towards_zero`, towards zero as in a truncating cast.
-    """
-    return arithmetic(form.code).store(rotate(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
+def quantize(x: Tensor, form: Format, static: Static | None) -> Stored:
+    """Quantize finite x (..., H, T, D). `static` is None unless the format has static scales."""
+    return arithmetic(form.code).store(rotate(x.float(), form), static, _options(form, x.shape[-1]))
 
 
 def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
@@ -55,8 +52,8 @@ def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
     return rotate(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
 
 
-def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options:
-    return Options(form.scales_per_token(head_dim), form.symmetric, towards_zero)
+def _options(form: Format, head_dim: int) -> Options:
+    return Options(form.scales_per_token(head_dim), form.symmetric)
 
 
 def rotate(x: Tensor, form: Format) -> Tensor:

@@ -19,14 +19,13 @@ class GgmlBlocks(Arithmetic):
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
         blocks = groups_of(x, options.groups)
-        half = 0.0 if options.towards_zero else 0.5
         if self.spec.bits == 8:
-            codes, scale = quantize_8_bits(blocks, half)
+            codes, scale = quantize_8_bits(blocks)
             return Stored(codes.to(torch.int8).flatten(-2), scale.half().squeeze(-1), None)
         scale = divide(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), -MIDDLE)
         inverse = torch.where(scale != 0, 1 / scale, 0.0)
         # The product is not rounded before the addition, because compilers emit a fused multiply-add.
-        steps = (blocks.double() * inverse.double() + (MIDDLE + half)).float()
+        steps = (blocks.double() * inverse.double() + (MIDDLE + 0.5)).float()
         low, high = steps.trunc().clamp(max=self.spec.levels).to(torch.uint8).chunk(2, dim=-1)
         return Stored((low | high << 4).view(torch.int8).flatten(-2), scale.half().squeeze(-1), None)
 
@@ -39,11 +38,11 @@ class GgmlBlocks(Arithmetic):
         return (codes.float() * stored.scale.float().unsqueeze(-1)).flatten(-2)
 
 
-def quantize_8_bits(x: Tensor, half: float = 0.5) -> tuple[Tensor, Tensor]:
+def quantize_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes -127 to 127 of blocks x (..., 32), and their scales (..., 1), not yet rounded to float16."""
     largest = x.abs().amax(-1, keepdim=True)
     steps = x * torch.where(largest > 0, 127 / largest, 0.0)
-    return (steps.round() if half else steps.trunc()), divide(largest, 127)
+    return steps.round(), divide(largest, 127)
 
 
 def round_queries(x: Tensor) -> Tensor:

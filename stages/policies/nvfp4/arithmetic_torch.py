@@ -14,7 +14,7 @@ class Nvfp4Blocks(Arithmetic):
         assert static is not None, "NVFP4 has a layer scale"
         layer_scale, blocks = static.scale, groups_of(x, options.groups)
         scale = (blocks.abs().amax(-1) / (6.0 * layer_scale)).clamp(*NVFP4_SCALES).to(torch.float8_e4m3fn)
-        codes = _encode(blocks / (scale.float() * layer_scale).unsqueeze(-1), towards_zero=options.towards_zero)
+        codes = _encode(blocks / (scale.float() * layer_scale).unsqueeze(-1))
         low, high = codes.flatten(-2).chunk(2, dim=-1)
         return Stored((low + 16 * high).to(torch.uint8).view(torch.int8), scale, None)
 
@@ -26,13 +26,12 @@ class Nvfp4Blocks(Arithmetic):
         return (groups_of(codes, scale.shape[-1]) * scale.unsqueeze(-1)).flatten(-2)
 
 
-def _encode(steps: Tensor, *, towards_zero: bool) -> Tensor:
+def _encode(steps: Tensor) -> Tensor:
     """Return the nearest codes 0 to 15 of scaled numbers, ties to even codes, saturating."""
     magnitude = steps.abs().clamp(max=6.0)
     unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    whole = magnitude / unit
     # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
-    return (whole.trunc() if towards_zero else whole.round()) + 2 * (unit.log2().round() + 1) + 8 * (steps < 0)
+    return (magnitude / unit).round() + 2 * (unit.log2().round() + 1) + 8 * (steps < 0)
 
 
 def _decode(codes: Tensor) -> Tensor:

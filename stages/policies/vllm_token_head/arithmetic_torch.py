@@ -23,7 +23,7 @@ class TokenHead(Arithmetic):
     """INT4 codes between the minimum and the maximum of a token and head, including the rotation."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
-        codes, scale = encode_token_head(x, towards_zero=options.towards_zero)
+        codes, scale = encode_token_head(x)
         return Stored(pack(codes - 8, 4), scale, None)
 
     def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002
@@ -37,7 +37,7 @@ class Absmax(Scaled):
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
         scale = divide(x.abs().amax(-1, keepdim=True), self.spec.limit).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
         steps = x * (1.0 / scale)
-        if self.spec.kind == "integer" and not options.towards_zero:
+        if self.spec.kind == "integer":
             steps = _round_half_away(steps)
         return Stored(self.encode(steps, options), scale, None)
 
@@ -50,7 +50,7 @@ class AbsmaxFloat(Absmax, Float):
     """E4M3."""
 
 
-def encode_token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor]:
+def encode_token_head(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate x (..., D); return codes 0 to 15 (..., D) float32 and scales (..., 1) float32, which include the zero points.
 
     A zero point is a whole number of codes from 0 to 15. If all numbers have the same sign, only part of the codes is used.
@@ -60,8 +60,7 @@ def encode_token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor,
     low, high = x.aminmax(dim=-1, keepdim=True)
     scale = divide(high - low, levels).clamp(min=TOKEN_HEAD_SMALLEST_SCALE)
     zero = _round_half_away(-low / scale).clamp(0, levels)
-    steps = x * (1.0 / scale) + zero
-    codes = (steps.trunc() if towards_zero else _round_half_away(steps)).clamp(0, levels)
+    codes = _round_half_away(x * (1.0 / scale) + zero).clamp(0, levels)
     bits = (scale.view(torch.int32) & -16) | zero.int()
     return codes, bits.view(torch.float32)
 

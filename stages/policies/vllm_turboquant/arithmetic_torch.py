@@ -16,8 +16,7 @@ class Turboquant(Integer):
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002
         low, high = x.aminmax(dim=-1, keepdim=True)
         scale = divide(high - low, self.spec.levels).clamp(min=TURBOQUANT_SMALLEST_SCALE)
-        steps = (x - low) / scale + (0.0 if options.towards_zero else 0.5)
-        return Stored(self.encode(steps.trunc(), options), scale.half(), low.half())
+        return Stored(self.encode(((x - low) / scale + 0.5).trunc(), options), scale.half(), low.half())
 
 
 ARITHMETIC = Turboquant(VLLM_TURBOQUANT)
