@@ -62,19 +62,19 @@ def measure_once(
     stopping = StoppingCriteria(tokenizer.stop_tokens(config), config.extra_new_tokens)
     label = progress if baseline is not None else prefix_labels(progress, "baseline: ")
     repeated = _rerun_samples(engine, subset, config.batch_size, stored_logprobs(measured / LOGPROBS), stopping, label)
+    # Distances of the repeated samples from the engine's own first results.
+    noise = fidelity(join_statistics([result.statistics for result in repeated])) if repeated else None
+    if baseline is None:
+        return EngineTests(free_answers=None, noise=noise, system=measure_system(engine, config.load, label))
     longest = max(map(stopping.longest, [*planned, *encoded]))
     free = free_answers(engine, subset, config.batch_size, stopping, label, [result.answer for result in repeated])
     cache, stress = list[CacheStatistics](), None
-    if baseline is not None and reference is not None:
+    if reference is not None:
         item = max([*planned, *encoded], key=lambda item: len(item.prompt))
         cache = cache_statistics(reference.engine, [*item.prompt, *item.reference])
         if serves:
             stress = _stress_test(engine, reference, encoded, planned, longest, config, label, first_round.conformance)
     system = measure_system(engine, config.load, label)
-    # Distances of the repeated samples from the engine's own first results.
-    noise = fidelity(join_statistics([result.statistics for result in repeated])) if repeated else None
-    if baseline is None:
-        return EngineTests(free_answers=free, noise=noise, system=system)
     count = engine.full_pool_requests if config.full_pool is None else config.full_pool
     full_pool = fill_pool_with_samples(engine, encoded, count, label) if serves else None
     # The last test, because it corrupts the engine for good.

@@ -272,7 +272,8 @@ class EngineTests(Record):
     """Measurements made only once per engine, on samples of the first round and on other inputs."""
 
     system: SystemMetrics
-    free_answers: FreeAnswers
+    free_answers: FreeAnswers | None
+    """Null for the baseline, which is never served."""
     noise: Fidelity | None = None
     """Distance of the engine from itself in another batch composition; null if no sample is repeated."""
     coverage: Exercised = Exercised()

@@ -188,8 +188,8 @@ def test_a_sound_cache_conforms_and_one_without_rotation_fails(
         assert line.status == "PASS", line.reason
         assert f"computes {policy} as the reference engine does" in line.reason
     assert [line.status for line in lines("must_fail_control", report)] == ["PASS"]
-    for free in (report.tests.free_answers, report.baseline_tests.free_answers):
-        assert free.contradictions == []
+    assert report.tests.free_answers is not None
+    assert report.tests.free_answers.contradictions == []
 
     monkeypatch.setattr(engine, "open_context", lambda *arguments: backend.open_context(*(*arguments[:-1], False)))
     directory, _ = judge(configured(tmp_path / "work", *overrides, "kv.name=rotated"), "does not compute its policy: FAIL")

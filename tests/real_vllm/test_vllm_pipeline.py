@@ -41,8 +41,8 @@ def test_fp8_fails_for_its_computation_and_not_its_answers(tmp_path: Path, vllm_
     assert report.baseline_tests.noise is not None
     assert report.baseline_tests.noise.kl_max is not None
     assert report.baseline_tests.noise.kl_max < 0.02, "the noise of bfloat16 between a request alone and in a batch"
-    for tests in (report.tests, report.baseline_tests):
-        assert tests.free_answers.contradictions == []
+    assert report.tests.free_answers is not None
+    assert report.tests.free_answers.contradictions == []
     assert report.tests.system.kib_per_token_allocated == report.tests.system.kib_per_token
     assert report.tests.system.time_to_first_token_ms > 0
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")

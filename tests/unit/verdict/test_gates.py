@@ -196,6 +196,8 @@ CASES = {
         every_class(), "FAIL", "allocation", report={"tests": engine_tests(LARGER_POOL)}),
     "free answers that contradict forced decode": GateCase(
         every_class(), "FAIL", "free_answers", "sample a: ...", report={"tests": engine_tests(free=["sample a: ..."])}),
+    "free answers that were not checked": GateCase(
+        every_class(), "FAIL", "free_answers", "not checked", report={"tests": measured_once(free_answers=None)}),
     "a lost acceptance length": GateCase(
         drafted(every_class(), 34), "FAIL", "max_acceptance_loss", "loss of acceptance length 0.2647, 99.87 % bound 0.2",
         report={"drafters": ["lookup"]}),
