@@ -170,7 +170,7 @@ class WorkloadsConfig(StrictModel):
     """Lower ends of the prompt-length bins in tokens, ascending from 0; empty bins are omitted."""
     noise_samples: Count
     """Judged samples per workload that both engines repeat in other batches, for the noise floor; the longest sample is
-    added."""
+    among them."""
     conformance_samples: Count = 0
     """Number of first-round samples per workload that are compared with the reference engine; they are spread from the shortest
     to the longest. 0 makes the evaluation a quick check, which has no stress test and never passes."""

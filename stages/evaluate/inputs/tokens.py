@@ -258,14 +258,13 @@ def control_samples(encoded: Sequence[EncodedSample], min_tokens: int, count: in
 
 
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
-    """Return the samples that an engine repeats: the first judged samples of every workload, and the longest judged sample."""
-    if not config.noise_samples:
-        return []
+    """Return the judged samples that an engine repeats: the longest, and the first of every workload up to its number."""
     judged = judged_or_all(encoded)
-    counts = Counter[str]()
-    chosen = {max(range(len(judged)), key=lambda i: len(judged[i].prompt) + len(judged[i].reference))}
-    for i, item in enumerate(judged):
-        if counts[item.sample.workload] < config.noise_samples:
-            chosen.add(i)
-        counts[item.sample.workload] += 1
+    longest = max(range(len(judged)), key=lambda i: len(judged[i].prompt) + len(judged[i].reference))
+    counts, chosen = Counter[str](), list[int]()
+    for i in [longest, *range(len(judged))]:
+        workload = judged[i].sample.workload
+        if i not in chosen and counts[workload] < config.noise_samples:
+            chosen.append(i)
+            counts[workload] += 1
     return [judged[i] for i in sorted(chosen)]

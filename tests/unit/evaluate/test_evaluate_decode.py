@@ -64,9 +64,13 @@ def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) 
 
 def test_judged_samples_are_repeated_and_the_shortest_are_the_control() -> None:
     a, b, c, d = encoded()
-    config: Any = SimpleNamespace(noise_samples=1)
-    assert repeated_samples([d, a, b, c], config) == [a, c]
-    assert repeated_samples([d], config) == [d]
+    once, twice = SimpleNamespace(noise_samples=1), SimpleNamespace(noise_samples=2)
+    other = replace(a, sample=replace(a.sample, workload="other"))
+    repeated: Any = repeated_samples
+    assert repeated([d, a, b, c, other], once) == [c, other]
+    assert repeated([d, a, b, c, other], twice) == [a, c, other]
+    assert repeated([d], once) == [d]
+    assert repeated([d, a], SimpleNamespace(noise_samples=0)) == []
     assert control_samples([a, b, c, d], 3, 2) == [a, b]
     assert control_samples([a, b, c, d], 4, 2) == [b, a]
     assert [len(control_samples([a] * count, 1)) for count in (20, 3)] == [CONTROL_SAMPLES, 3]
