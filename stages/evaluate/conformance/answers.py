@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from stages.engines.interface import Logits
-from stages.engines.reference.attention import Fed
 from stages.engines.reference.replay import Replay
 from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.deviations import group_passes
@@ -25,6 +24,12 @@ class Answer(NamedTuple):
     def fed(self) -> list[int]:
         """The tokens of the answer to feed after the prompt, so that logits exist for all its tokens."""
         return self.tokens if self.stops else self.tokens[:-1]
+
+    @property
+    def forced(self) -> ForcedSequence:
+        """The prompt and the tokens to feed, without logits of the engine."""
+        name, prompt, fed = self.sequence.name, self.sequence.prompt, self.fed
+        return ForcedSequence(name, prompt, tokens=[*prompt, *fed], pieces=[(len(prompt), False), (len(fed), True)])
 
     def chosen(self, logits: Logits) -> list[int]:
         """Return the tokens to check against `logits` (rows, V): the answer, and the most likely stop token if one ended it."""
@@ -73,14 +78,10 @@ class AnswerChecks:
         which `force` records.
         """
         answers = list(_longest(answers))
-        feds = [
-            Fed([*answer.sequence.prompt, *answer.fed], [(len(answer.sequence.prompt), False), (len(answer.fed), True)])
-            for answer in answers
-        ]
         replays = list[Replay]()
-        for group in group_passes(feds):
-            replays += self.comparer.reference.engine.replay(group)
-            advance(sum(len(fed.tokens) for fed in group))
+        for group in group_passes([answer.forced for answer in answers]):
+            replays += [replay for replay, _ in self.comparer.replay(group, disturbed=False)]
+            advance(sum(len(sequence.tokens) for sequence in group))
         for answer, replay in zip(answers, replays, strict=True):
             if contradiction(self.engine, replay.logits, answer.chosen(replay.logits)) is not None:
                 sequence = ForcedSequence(f"{answer.sequence.name}, forced", answer.sequence.prompt, list(answer.fed))

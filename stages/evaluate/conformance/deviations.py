@@ -7,7 +7,6 @@ short sequence of random tokens may show too small a rounding by chance.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -38,14 +37,6 @@ UNUSUAL_KL = 0.02
 FLIPPED_KL = 0.05
 """Mean KL in nats of a single sequence that is always allowed if the cache is hidden. With heavy hitters, one flipped code may
 change which tokens are evicted later: a sound sequence of 206 tokens had a mean of 0.0215."""
-
-
-class HasTokens(Protocol):
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-S = TypeVar("S", bound=HasTokens)
 
 
 class Deviations:
@@ -92,7 +83,7 @@ class Deviations:
     ) -> list[ForcedSequence]:
         """Compare `chosen` and `alike` sequences with replays; return the chosen ones whose rounding must still be measured."""
         unclear = []
-        for group in group_passes(chosen, shared=True):
+        for group in group_passes(chosen):
             for first, (replay, problem) in zip(group, self.comparer.replay(group, disturbed=disturbed), strict=True):
                 compared = [self.comparer.compare(sequence, replay, problem) for sequence in alike[first]]
                 if disturbed:
@@ -153,12 +144,12 @@ class Deviations:
             yield from far_medians(self.kl, self.comparer.reference.limit**2 * usual_rounding)
 
 
-def group_passes(sequences: Sequence[S], *, shared: bool = False) -> list[list[S]]:
-    """Group sequences into passes of at most PASS_TOKENS tokens. `shared`: equal first tokens of a pass are computed once."""
-    groups: list[list[S]] = []
+def group_passes(sequences: Sequence[ForcedSequence]) -> list[list[ForcedSequence]]:
+    """Group sequences into passes of at most PASS_TOKENS tokens. Equal first tokens of a pass are computed once."""
+    groups: list[list[ForcedSequence]] = []
     total = 0
     for sequence in sequences:
-        group = groups[-1] if groups and shared else []
+        group = groups[-1] if groups else []
         equal = max((count_equal_first(sequence.tokens, other.tokens) for other in group), default=0)
         total += len(sequence.tokens) - equal
         if not groups or total > PASS_TOKENS:
