@@ -40,8 +40,7 @@ def sample_line(**changes: Any) -> str:
 TOOL = {"check": "tool_call", "tools": [{"name": "f", "arguments": ["a"]}]}
 
 SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
-    ("a JSON array", '[\n{"prompt": "a", "reference": "b"}\n]', ("is a JSON array", "jq -c '.[]'")),
-    ("an indented object", '{\n"prompt": "a",\n"reference": "b"\n}', ("several lines", "jq -c .")),
+    ("a JSON array", '[\n{"prompt": "a", "reference": "b"}\n]', (":1: line: not one JSON value", "write one JSON object on")),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
     (
         "an empty question",

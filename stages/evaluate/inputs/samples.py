@@ -114,7 +114,6 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             used_ids.add(sample.id)
             samples[number] = sample
     if lines_by_problem:
-        _refuse_json(path, lines)
         raise UserError("\n".join(_list_problems(path, list(lines_by_problem.values()))))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
@@ -133,18 +132,6 @@ def _list_problems(path: Path, problems: Sequence[tuple[str, Sequence[int]]]) ->
         listed.append(f"{path}:{first}: {problem}{more}")
     unlisted = len(problems) - MAX_PROBLEMS
     return [*listed, f"{path}: {unlisted:,} more problems, correct these first"] if unlisted > 0 else listed
-
-
-def _refuse_json(path: Path, lines: Sequence[str]) -> None:
-    """Raise UserError if the whole file is one JSON array, or one object over several lines."""
-    try:
-        value = json.loads("\n".join(lines))
-    except (ValueError, RecursionError):
-        return
-    if isinstance(value, list):
-        raise UserError(f"workloads.jsonl={path}: is a JSON array; write each question on a line of its own (jq -c '.[]')")
-    if sum(map(bool, map(str.strip, lines))) > 1:
-        raise UserError(f"workloads.jsonl={path}: is one JSON value over several lines; write it on one line (jq -c .)")
 
 
 def _free_id(wanted: str, used: Collection[str]) -> str:
@@ -172,23 +159,16 @@ def _sample(text: str) -> Sample:
     return sample
 
 
-_OTHER_NAMES = {"question": "prompt", "input": "prompt"} | dict.fromkeys(
-    ("answer", "completion", "expected", "output"), "reference"
-)
-"""Key of other tools' files -> kvgate's key."""
-
-
 def _problems(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_url=False):
         key, kind, text = ".".join(map(str, problem["loc"])), problem["type"], problem["msg"]
         if kind == "too_short" and problem["input"]:
             continue  # the problems of the list's items have their own lines
         if kind == "extra_forbidden":
-            meant = _OTHER_NAMES.get(key) or ", ".join(get_close_matches(key, _Line.model_fields, n=1) or _Line.model_fields)
+            meant = ", ".join(get_close_matches(key, _Line.model_fields, 1, 0.8) or _Line.model_fields)
             yield f"{key}: unknown key, {'leave it out' if '.' in key else f'use {meant}'}"
         elif kind == "missing":
-            # Lines for training have the answer as their last message.
-            yield f"{key}: missing, add {'the right answer (not as a message)' if key == 'reference' else 'it'}"
+            yield f"{key}: missing, add it"
         else:
             if kind in ("tuple_type", "list_type"):
                 text = "must be a list of objects" if key in ("messages", "tools") else 'must be a list, as in ["TEXT"]'

@@ -80,7 +80,7 @@ def test_a_line_without_an_id_never_gets_a_used_one(tmp_path: Path) -> None:
         ({**GOOD, "id": "\n"}, r'id: must be 1 to 200 characters that can be shown (got "\n")'),
         ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_ are reserved"),
         ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
-        ({**GOOD, "question": "4"}, "question: unknown key, use prompt"),
+        ({**GOOD, "question": "4"}, "question: unknown key, use id, workload, prompt"),
         ({**GOOD, "mention": ["4"]}, "mention: unknown key, use mentions"),
         ({"messages": [{"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}]}, "reference: missing, add"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
