@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from helpers.verdicts.engine_records import conformance, engine_conformance
-from helpers.verdicts.reports import answered, every_class, report
+from helpers.verdicts.reports import answered, conformance, engine_conformance, every_class, report
 from pipeline.chain import engine_steps, inputs, verdict_steps
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest

@@ -1,9 +1,10 @@
-"""Reports and rows for the gates' tests, as an evaluation writes them, and limits on error rates in simulations."""
+"""Reports, rows and engine records for the gates' tests, and limits on error rates in simulations."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from stages.verdict.conformance import ComparedRequest, Conformance, Distance, EngineConformance
 from stages.verdict.figures import by_workload
 from stages.verdict.gates import decide
 from stages.verdict.report import (
@@ -16,6 +17,7 @@ from stages.verdict.report import (
     FullPool,
     SampleRow,
     Slice,
+    StressResult,
     SystemMetrics,
 )
 from stages.verdict.verdict import Check, Thresholds, Verdict
@@ -94,6 +96,46 @@ def measured_once(**changes: object) -> EngineTests:
         "control": CONTROL_ROWS,
     }
     return EngineTests.model_validate({**values, **changes})
+
+
+def stress_result(**changes: object) -> StressResult:
+    """Return the result of a sound stress test, with `changes`."""
+    values: dict[str, object] = {
+        "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "rows": 9, "failures": [],
+        "together": 68, "turns": 0,
+    }  # fmt: skip
+    return StressResult.model_validate({**values, **changes})
+
+
+def engine_tests(stress: StressResult | None = None, free: list[str] | None = None) -> EngineTests:
+    answers = FreeAnswers(samples=2, tokens=9, contradictions=free or [])
+    return measured_once(free_answers=answers, stress=stress or stress_result())
+
+
+FAILED_STRESS = stress_result(failures=["fork: fork at 65 tokens: KL 1"])
+LARGER_POOL = stress_result(allocation="8 bytes a token are allocated, the policy claims 2")
+
+
+def compared(kl: float | None = 1e-12, stored: float | None = 0.0, mean: float | None = 0.0, **changes: Any) -> ComparedRequest:
+    """Return a compared request with the given distances; by default it differs by rounding only."""
+    engine = Distance(kl_mean=kl, kl_max=kl, stored_error=stored, stored_mean=mean)
+    rounding = Distance(kl_mean=1e-12, kl_max=1e-12, stored_error=1e-4, stored_mean=1e-6)
+    values: dict[str, Any] = {"sample": "a", "prompt_tokens": 9, "decoded_tokens": 5, "engine": engine, "rounding": rounding}
+    return ComparedRequest.model_validate({**values, **changes})
+
+
+def engine_conformance(*requests: ComparedRequest, **changes: Any) -> EngineConformance:
+    return EngineConformance(policy="int8", requests=list(requests), **changes)
+
+
+def conformance(
+    candidate: EngineConformance, baseline: EngineConformance | None = None, rounding: float | None = 2.0**-22
+) -> Conformance:
+    baseline = engine_conformance(compared()) if baseline is None else baseline
+    return Conformance(rounding=rounding, baseline=baseline, candidate=candidate)
+
+
+SOUND_ENGINE = engine_conformance(*[compared() for _ in range(6)])
 
 
 def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:

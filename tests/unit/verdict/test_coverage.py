@@ -6,8 +6,19 @@ from unittest.mock import Mock, patch
 
 import pytest
 from helpers.engines.fake import EOS, CharTokenizer, fake_engine, sharing_engine
-from helpers.verdicts.engine_records import SOUND_ENGINE, compared, conformance, engine_conformance, engine_tests, stress_result
-from helpers.verdicts.reports import every_class, gates, lines, report, verdict
+from helpers.verdicts.reports import (
+    SOUND_ENGINE,
+    compared,
+    conformance,
+    engine_conformance,
+    engine_tests,
+    every_class,
+    gates,
+    lines,
+    report,
+    stress_result,
+    verdict,
+)
 
 from stages.core.records import Sample
 from stages.engines.backend import ROUNDING

@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.verdicts.engine_records import (
-    FAILED_STRESS,
-    LARGER_POOL,
-    SOUND_ENGINE,
-    compared,
-    conformance,
-    engine_conformance,
-    engine_tests,
-)
 from helpers.verdicts.reports import (
     CLASSES,
+    FAILED_STRESS,
     GATES,
+    LARGER_POOL,
+    SOUND_ENGINE,
     answered,
+    compared,
+    conformance,
     drafted,
+    engine_conformance,
+    engine_tests,
     every_class,
     fidelity,
     gates,
