@@ -1,6 +1,5 @@
 """Engines of the tiny model and their reference engines."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from helpers.engines.random_llama import SHIPPED as SERVED
 from helpers.engines.random_llama import make_bundle, static_scales, tiny_decoder
 from helpers.policies.shipped import SHIPPED, conf
 from stages.checkpoints.loading import load_causal_lm
-from stages.engines.interface import Engine
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.reference.engine import TorchEngine
 from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
@@ -39,13 +37,6 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
     return WorkloadsConfig.model_validate({**base, "rounds": [1.0], "load": load, **values, **changes})
 
 
-def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
-    """Force-decode samples on an engine and compare every sample with the reference."""
-    comparison = ForcedDecodeComparison(SequenceComparer(engine, reference), encoded, set(range(len(encoded))), batch_size)
-    comparison.decode_missing()
-    return comparison.result()
-
-
 class Conformity:
     """The tiny model's encoded samples, and its engines and reference engines by policy."""
 
@@ -68,4 +59,8 @@ class Conformity:
         return ReferenceEngine(torch_engine)
 
     def compared(self, policy: KVPolicy, engine: OnnxEngine | TorchEngine) -> EngineConformance:
-        return compare(engine, self.reference(policy, engine), self.encoded, BATCH)
+        """Force-decode the samples on an engine and compare every sample with the reference."""
+        comparer = SequenceComparer(engine, self.reference(policy, engine))
+        comparison = ForcedDecodeComparison(comparer, self.encoded, set(range(len(self.encoded))), BATCH)
+        comparison.decode_missing()
+        return comparison.result()

@@ -30,7 +30,6 @@ def at(scenario: str, policy: str = "int8", **changes: int) -> Situation:
 
 
 NAMED = {
-    "turn_after_a_turn_overlaps": at("walk"),
     "first_fork_inherits_a_page": at("shared"),
     "waiting_prompt_is_cut": at("batch"),
     "first_page_decides_the_second": at("answers"),
@@ -39,6 +38,7 @@ NAMED = {
     "queue_of_73": at("long_queue"),
 }
 LONG = {
+    "turn_after_a_turn_overlaps": at("walk"),
     "rows_on_a_prefix_read_as_far_as_the_first": at("shared"),
     "turn_slots_end_at_294": at("walk"),
     "turn_over_a_page_border": at("walk", max_tokens=320, max_batch=8),
