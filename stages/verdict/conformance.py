@@ -169,20 +169,6 @@ def allowed(baseline: Sequence[ComparedRequest]) -> float:
     return ALLOWED * min(max(1.0, worst), ALLOWED)
 
 
-MIN_BOUND_REQUESTS = 10
-"""Minimum requests for a bound on the share of faulty requests: 26 % after ten, 78 % after two."""
-
-
-def describe_bound(count: int, fault: str) -> str:
-    """Return a clause with the largest share of requests that may still have a fault after `count` requests without it.
-
-    This is the exact form of the rule of three, at 95 %.
-    """
-    if count < MIN_BOUND_REQUESTS:
-        return f"too few to bound the share of requests that {fault}"
-    return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
-
-
 def describe(engine: EngineConformance, *, judged: bool) -> str:
     """Return a line on whether an engine computes its policy; if it does not, the line locates the first deviation."""
     policy, ranked = engine.policy, engine.ranked
@@ -200,7 +186,7 @@ def describe(engine: EngineConformance, *, judged: bool) -> str:
     if not deviating:
         return (
             f"computes {policy} as the reference engine does: none of {count} requests differs by more than rounding "
-            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error), {describe_bound(count, 'deviate')}"
+            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of the allowed error)"
         )
     text = f"does not compute {policy}"
     if engine.deviation is not None:
