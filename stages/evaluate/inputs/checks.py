@@ -72,23 +72,12 @@ def calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...
     return any(call["name"] == name and set(call["arguments"]) == set(arguments) for name, arguments in tools)
 
 
-def well_formed(sample: Sample, text: str) -> bool | None:
-    """Return whether a text is strict JSON, and a call of a declared tool if needed; None if the check requires no form."""
-    if sample.check not in ("json", "tool_call"):
-        return None
-    try:
-        value = strict_json(text)
-    except (ValueError, RecursionError):
-        return False
-    return sample.check == "json" or calls_declared_tool(value, sample.tools)
-
-
 def judge(sample: Sample, text: str) -> bool:
     """Return whether a generated text is right.
 
     "exact": whether `text`, without the stop token, equals the reference. "mention": whether it mentions all `sample.mentions`
-    (the reference if there are none) and no `sample.distractors`. "json" and "tool_call": whether it is well-formed, and its
-    value equals the reference's value. "number": whether the final numbers of `text` and the reference are equal.
+    (the reference if there are none) and no `sample.distractors`. "json" and "tool_call": whether it is strict JSON whose value
+    equals the reference's, and calls a declared tool. "number": whether both final numbers are equal.
     """
     assert sample.judged, "prose has no right answer"
     if sample.check == "exact":
@@ -98,6 +87,9 @@ def judge(sample: Sample, text: str) -> bool:
     if sample.check == "mention":
         return _mentions_the_answer_only(sample, text)
     try:
-        return bool(well_formed(sample, text)) and bool(_value(text) == _value(sample.reference))
-    except (RecursionError, ArithmeticError):  # nested too deeply to compare, or an exponent beyond Decimal's range
+        call = strict_json(text)
+        well_formed = sample.check == "json" or calls_declared_tool(call, sample.tools)
+        return well_formed and bool(_value(text) == _value(sample.reference))
+    # No JSON, nested too deeply to compare, or an exponent beyond Decimal's range.
+    except (ValueError, RecursionError, ArithmeticError):
         return False

@@ -14,7 +14,7 @@ from helpers.verdicts.evaluations import brief_workloads, evaluate, measure_base
 from stages.core.records import Check, Sample
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.inputs.checks import judge, well_formed
+from stages.evaluate.inputs.checks import judge
 from stages.evaluate.joining import context_bin, fidelity
 from stages.verdict.report import SampleRow, load_report, load_rows
 
@@ -45,39 +45,40 @@ def test_context_bins_are_half_open_and_the_last_is_open() -> None:
 
 TOOLS = (("pay", ("bill", "total")), ("list", ("city",)))
 CALL = '{"name":"pay","arguments":{"bill":"A1","total":"3"}}'
+UNDECLARED = [
+    '{"name":"pay","arguments":{"bill":"A1"}}',
+    '{"name":"pay","arguments":{"bill":"A1","total":"3","city":"x"}}',
+    '{"name":"steal","arguments":{}}',
+    '{"name":["pay"],"arguments":{"bill":"A1","total":"3"}}',
+]
 NOT_JSON = ["", "{", '{"a":1} ok', 'ok {"a":1}', '{"a":1}{"a":1}', "{'a':1}", '{"a":1,}', '```{"a":1}```']
 NOT_STRICT = ['{"a":1,"a":1}', '{"a":NaN}', "Infinity"]
 
 
 @pytest.mark.parametrize(
-    ("check", "reference", "text", "valid", "correct"),
+    ("check", "reference", "text", "correct"),
     [
-        ("json", '{"a": 12}', '{"a": 12.0}', True, True),
-        ("json", '{"a": [0.5, 1e2]}', '{"a": [5e-1, 100]}', True, True),
-        ("json", '{"a": 1}', '{"a": true}', True, False),
-        ("json", '{"a": 1}', '{"a": "1"}', True, False),
-        ("json", '{"a": 12}', '{"a": 12.5}', True, False),
-        ("json", '{"a": 10000000000000001}', '{"a": 10000000000000002}', True, False),
-        ("json", '{"a":1,"b":2}', ' {"b": 2, "a": 1}\n', True, True),
-        ("json", "[1,2]", "[2,1]", True, False),
-        *(("json", '{"a":1}', text, False, False) for text in NOT_JSON + NOT_STRICT),
-        ("tool_call", CALL, CALL, True, True),
-        ("tool_call", CALL, '{"arguments":{"total":"3","bill":"A1"},"name":"pay"}', True, True),
-        ("tool_call", CALL, '{"name":"pay","arguments":{"bill":"A2","total":"3"}}', True, False),
-        ("tool_call", CALL, '{"name":"list","arguments":{"city":"Cork"}}', True, False),
-        ("tool_call", CALL, '{"name":"pay","arguments":{"bill":"A1"}}', False, False),
-        ("tool_call", CALL, '{"name":"pay","arguments":{"bill":"A1","total":"3","city":"x"}}', False, False),
-        ("tool_call", CALL, '{"name":"steal","arguments":{}}', False, False),
-        ("tool_call", CALL, '{"name":["pay"],"arguments":{"bill":"A1","total":"3"}}', False, False),
-        ("exact", "a b", "a b", None, True),
-        ("exact", "a b", "a b ", None, False),
+        ("json", '{"a": 12}', '{"a": 12.0}', True),
+        ("json", '{"a": [0.5, 1e2]}', '{"a": [5e-1, 100]}', True),
+        ("json", '{"a": 1}', '{"a": true}', False),
+        ("json", '{"a": 1}', '{"a": "1"}', False),
+        ("json", '{"a": 12}', '{"a": 12.5}', False),
+        ("json", '{"a": 10000000000000001}', '{"a": 10000000000000002}', False),
+        ("json", '{"a":1,"b":2}', ' {"b": 2, "a": 1}\n', True),
+        ("json", "[1,2]", "[2,1]", False),
+        *(("json", '{"a":1}', text, False) for text in NOT_JSON + NOT_STRICT),
+        ("tool_call", CALL, CALL, True),
+        ("tool_call", CALL, '{"arguments":{"total":"3","bill":"A1"},"name":"pay"}', True),
+        ("tool_call", CALL, '{"name":"pay","arguments":{"bill":"A2","total":"3"}}', False),
+        ("tool_call", CALL, '{"name":"list","arguments":{"city":"Cork"}}', False),
+        *(("tool_call", call, call, False) for call in UNDECLARED),
+        ("exact", "a b", "a b", True),
+        ("exact", "a b", "a b ", False),
     ],
 )
-def test_json_is_judged_by_value_and_text_exactly(
-    check: Check, reference: str, text: str, valid: bool | None, correct: bool
-) -> None:
+def test_json_is_judged_by_value_and_text_exactly(check: Check, reference: str, text: str, correct: bool) -> None:
     sample = Sample(id="s", workload="w", reference=reference, prompt="p", check=check, tools=TOOLS)
-    assert (well_formed(sample, text), judge(sample, text)) == (valid, correct)
+    assert judge(sample, text) is correct
 
 
 PEACOCK, MIRA = "\u092e\u094b\u0930", "\u092e\u0940\u0930"
