@@ -58,8 +58,6 @@ class Engine(ABC):
     """Maximum tokens per sequence that the engine was built for."""
     max_batch: int | None = None
     """Maximum sequences per decode step that the engine was built for."""
-    threads: int | None = None
-    """CPU threads that the engine was configured to use."""
     attention: str | None = None
     """Description of the decode attention, if the engine can choose between several implementations."""
     reads_itself: bool = False

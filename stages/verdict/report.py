@@ -165,9 +165,6 @@ MEMORY = "memory"
 class SystemMetrics(Record):
     """Times of the fixed load, and the cache's memory (fields annotated with MEMORY)."""
 
-    batch: int
-    context_tokens: int
-    new_tokens: int
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
     others_share: Number = None
@@ -182,8 +179,6 @@ class SystemMetrics(Record):
     pool_bytes: Annotated[int, MEMORY]
     max_live_tokens: Annotated[int, MEMORY]
     """Tokens that 1 GiB of cache holds in sequences of 1,024 tokens."""
-    threads: int | None = None
-    """CPU threads of the engine; null for an engine without this setting."""
     attention: str | None = None
     """Implementation of the attention in decode steps, if the engine has several: "graph", or "native in 30 of 30 layers"."""
 

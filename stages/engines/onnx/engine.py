@@ -148,7 +148,6 @@ class OnnxEngine(PagedEngine):
         native: bool,
     ) -> None:
         super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
-        self.threads = threads
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
         self._session, self.attention = _open(directory, bundle, pool.policy, threads, native=native)
         self._bound: Spans | None = None

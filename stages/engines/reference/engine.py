@@ -35,9 +35,7 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     torch.set_num_threads(threads)
     model = place_model(load_causal_lm(bundle, dtype=torch.float32), device)
     round_inputs(model)
-    engine = TorchEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
-    engine.threads = threads
-    return engine
+    return TorchEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
 
 
 class TorchEngine(ChunkedEngine):

@@ -44,9 +44,6 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     p50, p95, p99 = np.percentile(step_ms, [50, 95, 99]).tolist()
     budget = int(LIVE_GIB * GIB)
     return SystemMetrics(
-        batch=load.batch,
-        context_tokens=load.context_tokens,
-        new_tokens=load.new_tokens,
         time_to_first_token_ms=float(np.median(times.first_token_ms)),
         decode_tokens_per_s=load.batch * len(step_ms) / (sum(step_ms) / 1e3),
         others_share=min(1.0, max(0.0, float(foreign / total))) if own_process and total > 0 else None,
@@ -56,7 +53,6 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
         kib_per_token=engine.policy.bytes_per_token(engine.shape) / 1024,
         kib_per_token_allocated=memory.pool_bytes / (memory.pages * PAGE_TOKENS) / 1024,
         pool_bytes=memory.pool_bytes,
-        threads=engine.threads,
         attention=engine.attention,
         max_live_tokens=live_tokens(engine.policy, engine.shape, budget, LIVE_SEQUENCE_TOKENS),
     )
