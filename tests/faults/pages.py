@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from faults.hooks import Array, Fault, Plant, Step, every, given, method
+from faults.hooks import Array, Fault, Plant, Step, every, given, method, reads
 from stages.policies.policy import PAGE_TOKENS
 
 
@@ -81,6 +81,16 @@ def third_of_eight(table: Array, step: Step) -> Any:
     return table
 
 
+def leaked(values: Array, step: Step) -> Any:
+    """Give a long sequence another sequence's number in a channel of one token."""
+    used = sorted({page for handle in step.handles for page in step.pages(handle)})
+    long = [handle for handle in step.handles if step.engine.pool.length(handle) > 2 * PAGE_TOKENS]
+    others = [handle for handle in step.handles if handle not in long[:1]]
+    if long and others:
+        values[used.index(step.pages(long[0])[0]), 0, 5, 0] = values[used.index(step.pages(others[0])[0]), 0, 0, 0]
+    return values
+
+
 of = partial(Fault, "pages")
 crowd = partial(Fault, "crowds")
 
@@ -97,6 +107,8 @@ FAULTS = [
           given("page_table", third_of_eight)),
     crowd("rows_above_16_beyond_192", "rows from 16 on read other rows' pages beyond 192 tokens",
           given("page_table", row_above_16)),
+    crowd("number_of_another_request", "in one step of 20, a head reads another request's number in a channel of one token",
+          reads("value", leaked, every(20), layers=[1], heads=slice(0, 1))),
     crowd("equal_prompts_never_part", "equal prompts share their last page, into which both write",
           method("_prefill", equal_prompts_share)),
 ]  # fmt: skip

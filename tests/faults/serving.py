@@ -1,5 +1,6 @@
 """Faults of serving: prompts, changing batches, generation, and rare or late errors."""
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -59,6 +60,33 @@ def turned(answers: list[list[int]], _: Any, at_once: int) -> list[list[int]]:
     return answers[1:] + answers[:1] if len(answers) > at_once else answers
 
 
+def three_stop_tokens(generate: Any, _: Any, prompts: Any, limits: Any, stops: Sequence[int], **options: Any) -> Any:
+    """Keep the three lowest stop tokens."""
+    return generate(prompts, limits, sorted(stops)[:3], **options)
+
+
+def rows_by_handle(decode: Any, _: Any, handles: Sequence[int], tokens: Sequence[int]) -> Any:
+    """Return the rows of a step in the order of their handles."""
+    return decode(*zip(*sorted(zip(handles, tokens, strict=True)), strict=True))
+
+
+def wiped_while_idle(run: Any, engine: Any, *step: Any) -> Any:
+    """Lose the first page of every live sequence after a tenth of a second without a step."""
+    if time.monotonic() - vars(engine).get("last_step", time.monotonic()) > 0.1:
+        for sequence in engine.pool.sequences.values():
+            engine.pool.arrays["value_pool.1"][sequence.pages[:1]] = 0
+    found = run(*step)
+    engine.last_step = time.monotonic()
+    return found
+
+
+def wiped_in_a_full_pool(release: Any, engine: Any, handle: int) -> None:
+    """In a full pool, wipe a page of a remaining request when another request ends or is preempted."""
+    release(handle)
+    if engine.pool.max_pages < 1 << 12 and engine.pool.sequences:
+        engine.pool.arrays["value_pool.1"][list(engine.pool.sequences.values())[-1].pages[:1]] = 0
+
+
 of = partial(Fault, "serving")
 first = partial(Fault, "prompts")
 
@@ -74,6 +102,13 @@ FAULTS = [
     of("generate_other_callers", "with more prompts than sequences at once, answers go to other callers",
        generating(turned)),
     of("answers_wrap_at_103", "an answer's tokens beyond a buffer of 103 overwrite its beginning", generating(wrapped)),
+    of("three_stop_tokens", "only the three lowest stop tokens end an answer", method("generate", three_stop_tokens)),
+    of("rows_by_handle", "the rows of a step come in the order of their sequences", method("_decode", rows_by_handle)),
+    of("idle_loses_a_page", "every sequence loses its first page while the engine idles", method("_run", wiped_while_idle)),
+    of("full_pool_wipes_a_page", "a full pool wipes a page of another request than the one that ends",
+       method("pool.release", wiped_in_a_full_pool)),
+    of("a_step_is_off", "the logits of one step in 29 are off by a millionth, too little for any distance",
+       logits(lambda x, _: x * np.float32(1 + 1e-6), every(29))),
     of("nan_rarely", "logits are NaN in one step of 2,000",
        logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
     of("first_40_steps", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",

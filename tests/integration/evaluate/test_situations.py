@@ -36,6 +36,7 @@ NAMED = {
     "first_41_tokens_share_a_page": at("equal"),
     "stops_seen_in_blocks": at("answers"),
     "queue_of_73": at("long_queue"),
+    "forks_leak": at("wear", requests=40),
 }
 LONG = {
     "turn_after_a_turn_overlaps": at("walk"),
@@ -49,7 +50,6 @@ LONG = {
     "rows_of_middle_length": at("walk", max_tokens=1088),
     "row_beside_16_sharers": at("shared"),
     "last_page_at_897_tokens": at("walk", max_tokens=1088),
-    "forks_leak": at("wear", requests=40),
     "one_row_joins_in_front": at("walk"),
     "third_of_eight_rows": at("walk"),
     "late_fork_shares_a_page": at("walk", max_tokens=1984),
