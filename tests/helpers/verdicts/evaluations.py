@@ -35,7 +35,7 @@ def brief_workloads(**changes: Any) -> WorkloadsConfig:
 BRIEF, CHARACTERS = brief_workloads(), CharTokenizer()
 
 
-def samples(per_class: int = 80) -> list[Sample]:
+def samples(per_class: int = 32) -> list[Sample]:
     """Return samples of two workloads with answers, and eight of a workload without."""
     find = [
         Sample(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines.fake import CharTokenizer, fake_engine
-from helpers.verdicts.evaluations import SAMPLES, brief_workloads, evaluate, measure_baseline
+from helpers.verdicts.evaluations import SAMPLES, brief_workloads, evaluate, measure_baseline, samples
 from helpers.verdicts.reports import GATES, prose, verdict
 
 from stages.evaluate.decoding import speculation
@@ -92,13 +92,13 @@ def test_the_report_counts_the_passes_of_both_engines_answers(tmp_path: Path) ->
 
 
 def test_answers_equal_to_the_baselines_are_not_drafted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, draft = brief_workloads(speculation={"draft": "somewhere"}), EchoDraft()
+    settings, draft, few = brief_workloads(speculation={"draft": "somewhere"}), EchoDraft(), samples(4)
     monkeypatch.setattr(speculation, "load_draft", {"somewhere": draft}.__getitem__)
     before, after = tmp_path / "before", tmp_path / "after"
-    measure_baseline(lambda: fake_engine(SAMPLES), SAMPLES, before, config=settings)
-    assert len(draft.prompts) == sum(sample.check != "none" for sample in SAMPLES)
+    measure_baseline(lambda: fake_engine(few), few, before, config=settings)
+    assert len(draft.prompts) == sum(sample.check != "none" for sample in few)
     draft.prompts.clear()
-    evaluate(lambda: fake_engine(SAMPLES, wrong=["copy-3"]), SAMPLES, before, after, config=settings)
+    evaluate(lambda: fake_engine(few, wrong=["copy-3"]), few, before, after, config=settings)
     assert draft.prompts == ["c03"]
     assert load_report(after).drafters == ["lookup", "draft"]
 
