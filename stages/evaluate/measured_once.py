@@ -55,8 +55,7 @@ def measure_once(
         planned: The samples of all rounds. The verdict covers the length of the longest.
         serves: Whether the engine may still be served: it needs a stress test and a full pool.
     """
-    answers = read_round(measured)
-    first_round = answers if baseline is None else read_round(baseline)
+    first_round = read_round(measured if baseline is None else baseline)
     encoded = first_round.scored(encoded)
     subset = repeated_samples(encoded, config)
     stopping = StoppingCriteria(tokenizer.stop_tokens(config), config.extra_new_tokens)
