@@ -298,7 +298,7 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
     snapshot, where = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}"
     _check_classes(engines.model, snapshot, where)
     decisions = dict[str, Move | str]()
-    broken = []
+    broken = set[str]()
     for workload, counted in snapshot.classes.items():
         current = engines.model.aliases[alias_of(workload)]
         stays = f"stays at version {current}"
@@ -313,16 +313,21 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
             decisions[workload] = move or stays
         except GateRefusal as error:
             decisions[workload], move = f"{stays}: {error} ({why})", None
-            broken.append(workload)
+            broken.add(workload)
         if move is not None and move.back:
-            broken.append(workload)
-    moves = [move for move in decisions.values() if isinstance(move, Move)]
-    # Moves back come first. A refused move down, because another command moved its alias, must not stop them.
-    for back in (True, False):
-        make_moves(engines.registry, [move for move in moves if move.back is back])
-    yield from (f"{alias_of(workload)}: {decision}" for workload, decision in decisions.items())
+            broken.add(workload)
+    # Moves back come first. Each move is made and printed by itself, so that a refused or failed one stops no other.
+    for workload, decision in sorted(decisions.items(), key=lambda item: not (isinstance(item[1], Move) and item[1].back)):
+        refused = ""
+        if isinstance(decision, Move):
+            try:
+                make_moves(engines.registry, [decision])
+            except GateRefusal as error:
+                refused = f"not moved ({error}): "
+                broken.add(workload)
+        yield f"{alias_of(workload)}: {refused}{decision}"
     if broken:
-        raise GateRefusal(f"{where}: a monitor broke for {', '.join(broken)}; see the lines above")
+        raise GateRefusal(f"{where}: a monitor broke for {', '.join(sorted(broken))}; see the lines above")
 
 
 def _check_classes(model: RegisteredModel, snapshot: Snapshot, where: str) -> None:

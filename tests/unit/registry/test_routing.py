@@ -233,6 +233,31 @@ def test_a_broken_monitor_restores_the_previous_engine(fleet: MemoryRegistry, br
     assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
+@pytest.mark.parametrize("moved", ["copy", "retrieval"])
+@pytest.mark.parametrize(("changes", "target"), [(NO_JSON, "1"), (FULL, "3")])
+def test_a_class_that_another_command_moved_stops_no_other_move(
+    fleet: MemoryRegistry, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], target: str, moved: str
+) -> None:
+    """`copy` moves back, and `retrieval` moves back or to a smaller engine; another command moves one of them meanwhile."""
+    int8_then_fp8(fleet, "retrieval")
+    fleet.judge("fp8k_int4v", 1300)
+    fleet.judge("int4")
+
+    def after_somebody_else(path: Path, purpose: str) -> AbstractContextManager[None]:
+        fleet.aliases[f"route-{moved}"] = "4"
+        return locked(path, purpose)
+
+    monkeypatch.setattr(moves, "locked", after_somebody_else)
+    classes = {"copy": {**WELL, "version": "2", **NO_JSON}, "retrieval": {**WELL, "version": "2", **changes}}
+    printed = list[str]()
+    with pytest.raises(GateRefusal, match="a monitor broke for copy"):
+        printed.extend(monitor(fleet.engines(), limits(fleet, {"classes": classes})))
+    expected = {"copy": "1", "retrieval": target, moved: "4"}
+    assert {name: fleet.aliases[f"route-{name}"] for name in expected} == expected
+    outcomes = {line.partition(":")[0]: "not moved (route-" in line for line in printed if line.startswith("route-")}
+    assert outcomes == {f"route-{name}": name == moved for name in expected}
+
+
 def pressed(fleet: MemoryRegistry, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
     """Return the route of `copy` after memory pressure, and the output, with "refused" at the end if no move was possible."""
     lines: list[str] = []
