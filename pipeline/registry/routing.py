@@ -82,7 +82,7 @@ class ClassSnapshot(StrictModel):
 
 
 class Snapshot(StrictModel):
-    taken_at: AwareDatetime | None = None
+    taken_at: AwareDatetime
     classes: Annotated[dict[ClassName, ClassSnapshot], Field(min_length=1)]
 
 
@@ -98,8 +98,8 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     except ValidationError as error:
         raise UserError(f"{where}: {first_problem(error)}; correct it") from None
     taken_at = snapshot.taken_at
-    away = abs((datetime.now(UTC) - taken_at).total_seconds()) if taken_at is not None else 0
-    if taken_at is not None and away > MAX_AGE_S:
+    away = abs((datetime.now(UTC) - taken_at).total_seconds())
+    if away > MAX_AGE_S:
         raise UserError(
             f"{where}: taken_at={taken_at.isoformat()} is {away:,.0f} s from now, more than {MAX_AGE_S}; take a new one"
         )

@@ -66,6 +66,7 @@ TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("gzip", b"\x1f\x8b\x08\x00", (":1:", "not UTF-8")),
 )
 
+TAKEN = {"taken_at": "2026-01-01T00:00:00Z"}
 SNAPSHOT = {"classes": {"chat": {
     "version": "1", "latency": {"good": 1, "of": 1, "limit_ms": 5.0}, "json_validity": None, "canaries": None,
     "memory": {"live_tokens": 1, "max_tokens": 2},
@@ -73,12 +74,13 @@ SNAPSHOT = {"classes": {"chat": {
 
 
 def snapshot(**changes: Any) -> str:
-    return json.dumps({"classes": {"chat": SNAPSHOT["classes"]["chat"] | changes}})
+    return json.dumps(TAKEN | {"classes": {"chat": SNAPSHOT["classes"]["chat"] | changes}})
 
 
 SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a duplicate key", '{"classes": {}, "classes": {}}', ("a key occurs twice",)),
     ("more good requests than requests", snapshot(latency={"good": 2, "of": 1, "limit_ms": 5.0}), ("good=2",)),
+    ("no time", json.dumps(SNAPSHOT), ("taken_at", "missing")),
     ("a time without a timezone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
 )
 

@@ -168,9 +168,12 @@ def fp8_beside(fleet: MemoryRegistry, **others: int) -> None:
     fleet.routed(copy="fp8")
 
 
-def limits(fleet: MemoryRegistry, snapshot: object) -> MonitorConfig:
+def limits(fleet: MemoryRegistry, snapshot: str | dict[str, Any]) -> MonitorConfig:
+    """Return the monitors' limits with a file of a snapshot. A dict without `taken_at` gets the present time."""
     path = fleet.folder / "snapshot.json"
-    path.write_text(snapshot if isinstance(snapshot, str) else json.dumps(snapshot))
+    path.write_text(
+        snapshot if isinstance(snapshot, str) else json.dumps({"taken_at": datetime.now(UTC).isoformat(), **snapshot})
+    )
     return LIMITS.model_copy(update={"snapshot": str(path)})
 
 
@@ -353,6 +356,8 @@ def test_a_snapshot_that_is_not_of_now_is_refused(fleet: MemoryRegistry, seconds
     assert read_snapshot(limits(fleet, json.dumps(fresh, indent="\t"))).taken_at == now
     with pytest.raises(UserError, match=r"taken_at=.* s from now, more than 900; take a new one"):
         read_snapshot(limits(fleet, {**fresh, "taken_at": (now + timedelta(seconds=seconds)).isoformat()}))
+    with pytest.raises(UserError, match="taken_at: "):
+        read_snapshot(limits(fleet, json.dumps({"classes": {"copy": WELL}})))
 
 
 @pytest.mark.parametrize(
