@@ -77,6 +77,7 @@ def join(
         samples=len(rows),
         planned_rounds=max(item.round for item in encoded),
         planned_workloads=planned,
+        planned_bins=planned_bins(encoded, config.context_bins),
         slices=slices(rows, parts, config.context_bins),
         conformance=conformance,
         coverage=Exercised.merged([*(candidate_round.coverage for _, candidate_round in rounds), candidate_tests.coverage]),
@@ -147,6 +148,15 @@ def context_bin(tokens: int, edges: Sequence[int]) -> tuple[int, int | None]:
     """Return the bin [low, high) that contains `tokens`, given the bins' lower ends; the last bin has no upper end."""
     position = max(0, int(np.searchsorted(edges, tokens, side="right")) - 1)
     return edges[position], edges[position + 1] if position + 1 < len(edges) else None
+
+
+def planned_bins(encoded: Sequence[EncodedSample], edges: Sequence[int]) -> int:
+    """Return the number of context bins that samples with answers fill, over all workloads that fill more than one."""
+    filled: dict[str, set[tuple[int, int | None]]] = {}
+    for item in encoded:
+        if item.sample.judged:
+            filled.setdefault(item.sample.workload, set()).add(context_bin(len(item.prompt), edges))
+    return sum(len(bins) for bins in filled.values() if len(bins) > 1)
 
 
 def _exp(value: float) -> float | None:

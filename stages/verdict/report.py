@@ -299,6 +299,8 @@ class EvaluationReport(Record):
     planned_rounds: Count
     planned_workloads: dict[str, bool]
     """Planned workload, even if it did not run yet -> whether its samples have answers."""
+    planned_bins: int = 0
+    """Number of context bins of all workloads in which planned samples have answers. A workload's only bin is not counted."""
     slices: list[Slice]
     conformance: Conformance | None = None
     """Comparison of the engines with their reference engines; null without reference engines."""

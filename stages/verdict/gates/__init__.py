@@ -6,7 +6,8 @@ docs/gates.md.
 Samples run in rounds. After every round, all figures are tested on the samples of all rounds until then; such a test is a look.
 A bet is valid at every look (`stages.verdict.bets`), while Student's t is used only at the last planned look. A PASS
 needs every gate, so no gate's level is corrected for the others (an intersection-union test: Berger, Technometrics 24 (1982)
-295-300). FAILs share ALPHA: the figures of recovery get one half, all others the other half (Bonferroni).
+295-300). FAILs share ALPHA: the figures of recovery get one half, all others the other half (Bonferroni). The shares are equal
+and the same at every look, so figures that appear in a later round count from the first look on.
 
 A figure that fails at any look has failed. The functions in CHECKS judge the complete report once. A value that is missing or
 not finite never passes.
@@ -84,13 +85,25 @@ def _look(evidence: GateInput, thresholds: Thresholds, number: int) -> Iterator[
     rounds = evidence.report.planned_rounds
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
     figures = [figure for get_figures in FIGURES for figure in get_figures(evidence, thresholds)]
-    recoveries = sum(figure.gate == Gate.RECOVERY for figure in figures)
+    sharing = _figures_sharing(evidence.report, figures)
     for figure in figures:
-        group_size = recoveries if figure.gate == Gate.RECOVERY else len(figures) - recoveries
-        result = figure.test(ALPHA / 2 / group_size, thresholds.pass_alpha, last=number == rounds)
+        level = ALPHA / 2 / sharing[figure.gate == Gate.RECOVERY]
+        result = figure.test(level, thresholds.pass_alpha, last=number == rounds)
         if figure.must_pass or result.decision == "FAIL":
             check = figure.check(result)
             yield check.model_copy(update={"reason": check.reason + place})
+
+
+def _figures_sharing(report: EvaluationReport, figures: Sequence[Figure]) -> dict[bool, int]:
+    """Return how many figures of all planned rounds share one half of ALPHA: of recovery (True), and of other gates (False).
+
+    If the report does not record its plan, the figures of the look count.
+    """
+    recoveries = sum(figure.gate == Gate.RECOVERY for figure in figures)
+    workloads, judged = len(report.planned_workloads), sum(report.planned_workloads.values())
+    answers_and_drafts = judged * (1 + len(report.drafters)) + report.planned_bins
+    others = answers_and_drafts + 2 * workloads + 2  # two distances of every workload, and two shares over all requests
+    return {True: max(1 + judged, recoveries), False: max(others, len(figures) - recoveries)}
 
 
 def _samples_needed(checks: Sequence[Check], evidence: GateInput, later: Thresholds) -> int:

@@ -92,6 +92,7 @@ def test_joined_rounds_give_the_report_of_one_round(tmp_path: Path) -> None:
         evaluation = joined(encoded, measured, config)
         assert evaluation.report.samples == sum(map(len, rounds[:number]))
         assert evaluation.report.workloads_digest == workloads_digest(encoded)
+        assert evaluation.report.planned_bins == one_round.planned_bins == 2, "the prompts of one workload fill two bins"
     assert evaluation.report.slices == one_round.slices
     assert evaluation.report.planned_rounds == len(rounds)
     expected = [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]

@@ -9,6 +9,7 @@ from helpers.verdicts.reports import (
     CONTROL_ROWS,
     GATES,
     answered,
+    drafted,
     every_class,
     gates,
     in_rounds,
@@ -21,6 +22,8 @@ from helpers.verdicts.reports import (
 )
 
 from stages.policies.policy import KVPolicy, KVShape
+from stages.verdict.bets import Result
+from stages.verdict.figures import Figure
 from stages.verdict.gates import decide, is_final
 from stages.verdict.report import SampleRow
 from stages.verdict.verdict import ALPHA, MAX_ATTEMPTS, RULES, Verdict
@@ -128,6 +131,42 @@ def test_all_attempts_together_stay_within_alpha() -> None:
     assert attempts[0] == pytest.approx(0.9 * ALPHA)
     rows = with_recovery(0.953, answered("copy", 120), spread=0.1)
     assert verdict(rows, gates(attempt=MAX_ATTEMPTS)).samples_needed == 0, "there is no next attempt"
+
+
+LATE: dict[str, tuple[list[SampleRow], dict[str, Any]]] = {
+    "a workload without answers": (
+        [*answered("copy", 60), *prose(5, round=2)],
+        {"planned_workloads": {"copy": True, "prose": False}},
+    ),
+    "a workload with drafts": (
+        drafted([*answered("copy", 60), *answered("tool_call", 20, round=2)], 25),
+        {"planned_workloads": {"copy": True, "tool_call": True}, "drafters": ["lookup"]},
+    ),
+    "a context bin": (
+        [*answered("retrieval", 60, context_tokens=200), row("retrieval", 60, context_tokens=100, round=2)],
+        {"planned_workloads": {"retrieval": True}, "planned_bins": 2},
+    ),
+}
+"""Figures that appear in the second round -> samples, and the plan in the report."""
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_all_figures_of_all_looks_fail_wrongly_within_alpha(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure may fail at any look, so the largest of its levels counts."""
+    levels: dict[bool, dict[tuple[str, str], float]] = {True: {}, False: {}}
+    test = Figure.test
+
+    def recorded(figure: Figure, fail_level: float, pass_level: float, *, last: bool) -> Result:
+        place = figure.gate, figure.where
+        group = levels[figure.gate == "min_recovery"]
+        group[place] = max(group.get(place, 0.0), fail_level)
+        return test(figure, fail_level, pass_level, last=last)
+
+    monkeypatch.setattr(Figure, "test", recorded)
+    rows, plan = LATE[name]
+    assert verdict(rows, planned_rounds=2, **plan).round == 2
+    for group in levels.values():
+        assert sum(group.values()) <= ALPHA / 2 * (1 + 1e-9)
 
 
 def test_a_planned_workload_that_did_not_run_is_inconclusive() -> None:
