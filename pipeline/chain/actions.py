@@ -59,7 +59,7 @@ def evaluate(run: Run) -> None:
     if store is not None:
         read = config.model_dump(mode="json", exclude=UNREAD)
         with show_progress("registering the engine"):
-            candidate = store.register(candidate, sweep=run.sweep, config=read)
+            candidate = store.register(candidate, rows, sweep=run.sweep, config=read)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, quick_check=config.workloads.is_quick_check)
     if store is not None:

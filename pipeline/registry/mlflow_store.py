@@ -30,6 +30,7 @@ from pipeline.store.locks import locked
 from stages.core.errors import UserError
 from stages.core.redaction import redact_text
 from stages.verdict.candidate import Candidate
+from stages.verdict.report import SampleRow
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store", "mlflow.utils.validation")
@@ -156,8 +157,11 @@ class MlflowStore(RegistryReader):
 
     # Runs
 
-    def register(self, candidate: Candidate, *, sweep: str, config: Mapping[str, object]) -> Candidate:
-        """Register an engine, and log its verdict and metrics; return the candidate with its run and version."""
+    def register(
+        self, candidate: Candidate, rows: Sequence[SampleRow] = (), *, sweep: str, config: Mapping[str, object]
+    ) -> Candidate:
+        """Register an engine, and log its verdict, metrics and answers; return the candidate with its run and version."""
+        tables = {name: table for name, table in run_content.run_tables(candidate, rows).items() if table}
         model, about = self.location.model_name, run_content.description(candidate)
         checkpoint = {} if candidate.checkpoint is None else {"checkpoint_digest": candidate.checkpoint}
         run_id = self._begin_run(f"{candidate.name}: {candidate.verdict}", sweep, {**candidate.citations, **checkpoint})
@@ -171,10 +175,14 @@ class MlflowStore(RegistryReader):
             "model_version": version,
             "mlflow.runColor": run_content.COLOURS.get(candidate.verdict, run_content.UNDECIDED),
             "mlflow.note.content": f"{about}\n\nRegistered as version {version} of `{model}`:\n\n```sh\n{fetch}\n```",
+            # MLflow's own `log_table` sends eight requests per table.
+            "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
         params = [Param(name, value) for name, value in run_content.flat_params(config).items()]
         shown = [RunTag(name, redact_text(value)) for name, value in tags.items()]
         self.client.log_batch(run_id, params=params, tags=shown)
+        for name, table in tables.items():
+            self.client.log_text(run_id, run_content.table_text(table), name)
         self.attach(run_id, [candidate.report.path])
         self.client.set_terminated(run_id, "FINISHED")
         self._show_baseline(candidate, sweep)

@@ -1,4 +1,4 @@
-"""The content that MLflow displays of a candidate: metrics and description of its run, files of its model version.
+"""The content that MLflow displays of a candidate: metrics, description and tables of its run, files of its model version.
 
 MLflow compares runs by the metric that was logged first, and draws a chart of every metric. So a run has few metrics, and the
 metrics that decide the choice of an engine come first. All numbers are in summary.json and report.json.
@@ -9,13 +9,15 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from getpass import getuser
 from pathlib import Path
+from typing import Any
 
 from pipeline.config.signing import SIGNATURE_FILE
 from stages.core.redaction import leaves, redact, redact_text
 from stages.verdict.candidate import Candidate
+from stages.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Colour of a run in MLflow's charts, by verdict."""
@@ -36,6 +38,20 @@ THEN = (
 )  # fmt: skip
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Metrics per workload, in alphabetical order of workloads, until LIMIT is reached."""
+OUTCOMES = {
+    (True, False): "lost",
+    (False, True): "gained",
+    (False, False): "wrong in both",
+    (True, True): "right in both",
+    (None, None): "not judged",
+}
+"""(baseline right, candidate right) -> outcome, in the order of the table: lost answers first."""
+SHOWN = (
+    "workload", "context_tokens", "reference", "baseline_generation", "candidate_generation", "mean_kl", "max_kl",
+    "baseline_probability", "candidate_probability", "top10_overlap", "top1_agreement", "baseline_nll", "candidate_nll",
+    "difficulty", "scored_tokens", "round", "document", "id",
+)  # fmt: skip
+"""Columns of the samples' table after the outcome: answers before measurements."""
 
 
 def author(environ: Mapping[str, str] = os.environ) -> str:
@@ -57,6 +73,28 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         for name, value in leaves(redact(config))
     }
+
+
+def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables of answers and checks, which MLflow compares across runs: file name -> rows.
+
+    Samples are sorted by outcome, lost answers first. Within an outcome, samples without a finite KL come first, then the
+    largest KL.
+    """
+    ordered = sorted(rows, key=lambda row: (row.mean_kl is not None, -(row.mean_kl or 0.0)))
+    samples = [
+        {"answer": outcome} | {name: getattr(row, name) for name in SHOWN}
+        for judged, outcome in OUTCOMES.items()
+        for row in ordered
+        if (row.baseline_correct, row.candidate_correct) == judged
+    ]
+    return {"samples.json": samples, "checks.json": [check.model_dump() for check in candidate.checks]}
+
+
+def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with identical keys as the JSON that MLflow shows as a table."""
+    data = [[redact(value) for value in row.values()] for row in rows]
+    return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False, allow_nan=False)
 
 
 def baseline_metrics(candidate: Candidate) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs and versions in a real SQLite store."""
+"""Runs, tables and versions in a real SQLite store."""
 
 import json
 import shutil
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.registry.candidates import judged_candidate
+from helpers.verdicts.reports import row
 
 from pipeline.chain.job_run import open_store
 from pipeline.config.config import Tracking
@@ -59,7 +60,7 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
 def test_a_sweep_has_runs_of_candidates_and_of_the_fp16_engine(store: MlflowStore, tmp_path: Path) -> None:
     figures: dict[str, Any] = {"quality/kl_mean": 0.01, "baseline/kib_per_token": 4.0}
     candidate, config = judged(tmp_path, "fp8", "PASS", **figures), {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}
-    registered = store.register(candidate, sweep="s1", config=config)
+    registered = store.register(candidate, [row("copy", 1, True, False)], sweep="s1", config=config)
     lost = judged(tmp_path, "int4", "FAIL", **figures)
     failed = track_one(
         store, lost.model_copy(update={"baseline": registered.baseline, "reasons": ("copy: 9 of 9 answers lost",)}), "s1"
@@ -73,7 +74,12 @@ def test_a_sweep_has_runs_of_candidates_and_of_the_fp16_engine(store: MlflowStor
     assert fp8_run.data.tags["mlflow.runColor"] == COLOURS["PASS"]
     assert fp8_run.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
     assert list(fp8_run.data.metrics.items())[:2] == [("quality/kl_mean_log10", -2.0), ("memory/kib_per_token", 2.0)]
-    assert artifacts(store, registered.run_id).keys() == {"report.json"}
+    files = artifacts(store, registered.run_id)
+    assert files.keys() >= {"report.json", "samples.json"}
+    table = json.loads(files["samples.json"].read_text())
+    assert table["columns"][:2] == ["answer", "workload"]
+    assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
+    assert artifacts(store, failed.run_id).keys() == {"report.json"}
     note = fp8_run.data.tags["mlflow.note.content"]
     assert f"models:/kvgate-tiny/{registered.version} " in note
     for text in (note, str(store.client.get_model_version("kvgate-tiny", registered.version).description)):
@@ -87,7 +93,8 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     config = {"hub_token": SECRET, "data": {"uri": f"s3://k:{SECRET}@bucket"}, "note": f"password={SECRET} {'a' * 9000}"}
     reasons = (f"cannot read https://u:{SECRET}@host", "a" * 9000)  # MLflow cuts long tags and parameters
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
-    store.register(candidate, sweep="secrets", config=config)
+    answer = row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")
+    store.register(candidate, [answer], sweep="secrets", config=config)
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
