@@ -166,7 +166,7 @@ class PruneConfig(StrictModel):
     """Retention of sweeps by stage=prune; stage=status shows the same sweeps."""
 
     keep_sweeps: Annotated[int, Field(ge=0, le=1000)]
-    """Number of latest sweeps whose candidates are kept. A single evaluation is a sweep of one job."""
+    """Number of latest sweeps whose candidates are kept; the same number of latest single evaluations is also kept."""
     apply: bool
     """Whether files are removed; false only lists them."""
 

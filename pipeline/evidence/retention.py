@@ -10,14 +10,14 @@ A version or a candidate needs the artifacts of the identity that it cites. The 
 | candidates of the last sweeps | the whole chain, because the next evaluation may reuse builds and measurements |
 | unfinished sweeps among the last sweeps | every artifact made since the first unfinished one began: no identity names it yet |
 
-A single evaluation is a sweep of one job. Unfinished work of an interrupted evaluation stays for thirty days, the limit of the
-store.
+Single evaluations are counted separately from sweeps, with the same limit, so that a few of them never outdate a large sweep.
+Unfinished work of an interrupted evaluation stays for thirty days, the limit of the store.
 """
 
 import os
 import stat
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -144,16 +144,16 @@ def take_inventory(config: Config) -> Inventory:
 
 
 def last_sweeps(sweeps: Iterable[Summary], number: int) -> list[Summary]:
-    """Return the first `number` of `sweeps`, which starts with the latest.
+    """Return the first `number` sweeps and the first `number` single evaluations of `sweeps`, which starts with the latest.
 
     Sweeps without a candidate are returned too, but do not count towards `number`.
     """
-    judged = 0
+    counts = Counter[bool]()
     chosen = []
     for sweep in sweeps:
-        if judged < number:
+        if counts[sweep.single] < number:
             chosen.append(sweep)
-            judged += bool(sweep.candidates)
+            counts[sweep.single] += bool(sweep.candidates)
     return chosen
 
 
@@ -161,7 +161,7 @@ def needed_places(inventory: Inventory, keep_sweeps: int) -> set[str]:
     """Return the places of the pieces that must stay.
 
     A serving engine is also found by its digest, so it stays even if its identity was altered, removed or made in another work
-    directory. `keep_sweeps`: how many of the last sweeps keep their artifacts.
+    directory. `keep_sweeps`: how many of the last sweeps, and of the last single evaluations, keep their artifacts.
     """
     needed = set[str]()
 

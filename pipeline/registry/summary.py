@@ -50,6 +50,10 @@ class Summary(StrictModel):
     """Exit code of the command that judged; null while it runs, and if it was killed."""
 
     @property
+    def single(self) -> bool:
+        return max(len(self.names), len(self.candidates)) < 2
+
+    @property
     def registered(self) -> bool:
         """Whether any candidate is in the registry: without tracking, none is."""
         return any(candidate.version for candidate in self.candidates)

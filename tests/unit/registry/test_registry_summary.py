@@ -10,7 +10,8 @@ import pytest
 from helpers.refusals import refused
 from pydantic import ValidationError
 
-from pipeline.registry.summary import begin, finish, last_judged, load, note_champion, record, sweeps
+from pipeline.evidence.retention import last_sweeps
+from pipeline.registry.summary import Summary, begin, finish, last_judged, load, note_champion, record, sweeps
 from stages.core.errors import UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.verdict import Check, Gate, Verdict
@@ -132,3 +133,10 @@ def test_cited_files_of_a_moved_work_directory_are_found(tmp_path: Path) -> None
     (moved,) = load(new).candidates
     assert moved.engine.path == new / "artifacts" / "engine" / "e"
     assert moved.baseline.path == Path("/baseline"), "a file outside of the work directory"
+
+
+def test_single_evaluations_do_not_displace_a_sweep() -> None:
+    """`prune.keep_sweeps` counts sweeps and single evaluations separately, so single ones never make a sweep prunable."""
+    sweep = Summary(sweep="sweep", names=("int8", "fp8"), candidates=(FP8, FP8))
+    single = [Summary(sweep=f"single {number}", names=("fp8",), candidates=(FP8,)) for number in range(4)]
+    assert [one.sweep for one in last_sweeps([*single, sweep], 3)] == ["single 0", "single 1", "single 2", "sweep"]
