@@ -183,7 +183,7 @@ def verify(run: Run) -> None:
     signing, workloads = run.config.signing, run.config.workloads
     store = store_of(directory.resolve() / BUNDLE_FILE)  # perhaps outside of the work directory
     with (
-        nullcontext() if store is None else used(store, make=False),
+        nullcontext() if store is None else used(store),
         show_progress("replaying the evidence"),
         TemporaryDirectory(prefix="kvgate-") as scratch,
     ):

@@ -44,7 +44,9 @@ def unprunable(config: Config) -> AbstractContextManager[None]:
     """Prevent stage=prune from removing artifacts that a command uses while the block runs."""
     if config.facts.work != "used":
         return nullcontext()
-    return used(config.artifacts, make=config.facts.makes is not None or config.artifacts.is_dir())
+    if config.facts.makes is not None:
+        config.artifacts.mkdir(parents=True, exist_ok=True)
+    return used(config.artifacts)
 
 
 def run(planned: Plan, sweep: str) -> int:

@@ -131,17 +131,15 @@ class Store:
 
 
 @contextmanager
-def used(root: Path, *, make: bool) -> Iterator[None]:
+def used(root: Path) -> Iterator[None]:
     """Prevent the removal of a store's artifacts while the block runs; waits for a removal in progress.
 
-    If `make` is false, a store that is missing, has no lock file yet, or whose lock this user may not read is not protected.
+    A store that is missing, or read-only for this user, is not protected.
     """
-    lock = root / IN_USE
-    if not make and not os.access(lock, os.R_OK):
-        yield
-        return
-    root.mkdir(parents=True, exist_ok=True)
-    with shared(lock, f"the artifacts in {root}, some of which are being removed"):
+    if os.access(root, os.W_OK):
+        with shared(root / IN_USE, f"the artifacts in {root}, some of which are being removed"):
+            yield
+    else:
         yield
 
 

@@ -201,7 +201,7 @@ def test_prune_and_use_of_artifacts_exclude_each_other(
 ) -> None:
     before = contents(ground.artifacts)
     with (
-        used(ground.artifacts, make=True),
+        used(ground.artifacts),
         pytest.raises(MissingRequirement, match=r"another command uses the artifacts .*nothing was removed"),
     ):
         ground.command("stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
@@ -211,7 +211,7 @@ def test_prune_and_use_of_artifacts_exclude_each_other(
     with (ground.artifacts / IN_USE).open("rb") as removing:
         fcntl.flock(removing, fcntl.LOCK_EX)
         Timer(0.2, fcntl.flock, [removing, fcntl.LOCK_UN]).start()
-        with used(ground.artifacts, make=True):
+        with used(ground.artifacts):
             assert "some of which are being removed: another process holds" in " ".join(capsys.readouterr().err.split())
 
 

@@ -123,8 +123,9 @@ def test_only_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
 
 def test_a_used_store_is_locked_so_that_other_users_can_lock_it_too(tmp_path: Path) -> None:
     root, before = tmp_path / "store", os.umask(0o077)
+    root.mkdir()
     try:
-        with used(root, make=True), used(root, make=True):
+        with used(root), used(root):
             assert (root / IN_USE).stat().st_mode & 0o777 == 0o666
             with locked_at_once(root / IN_USE) as unused:
                 assert not unused
@@ -132,7 +133,7 @@ def test_a_used_store_is_locked_so_that_other_users_can_lock_it_too(tmp_path: Pa
         os.umask(before)
     with locked_at_once(root / IN_USE) as unused:
         assert unused
-    with used(tmp_path / "nothing", make=False):
+    with used(tmp_path / "nothing"):
         assert not (tmp_path / "nothing").exists()
 
 
