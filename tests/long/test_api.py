@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import mlflow
 import pytest
@@ -132,10 +132,7 @@ def test_the_users_process_is_unchanged(
 def test_machine_errors_become_missing_requirements_and_defects_pass_through(
     raised: Exception, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise raised
-
-    monkeypatch.setattr("pipeline.api.evaluations.run", fail)
+    monkeypatch.setattr("pipeline.api.evaluations.run", Mock(side_effect=raised))
     with pytest.raises(expected):
         evaluate("tiny", "int8", workdir=tmp_path / "work")
 

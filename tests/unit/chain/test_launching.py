@@ -11,6 +11,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from pickle import PicklingError
+from unittest.mock import Mock
 
 import pytest
 from helpers.refusals import refused
@@ -32,10 +33,8 @@ JOBLIB = ["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
 def test_a_launchers_job_returns_its_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def evaluate(*_: object) -> None:
-        raise CannotBeJudged("FP16 itself answers none", ["copy-1: asked ..."])
-
-    monkeypatch.setitem(actions.ACTIONS, "all", evaluate)
+    refusal = CannotBeJudged("FP16 itself answers none", ["copy-1: asked ..."])
+    monkeypatch.setitem(actions.ACTIONS, "all", Mock(side_effect=refusal))
     planned = plan([f"workdir={tmp_path}", *JOBLIB], multirun=True)
     ended = launching.launch(planned, runner.JobRunner("20260101", planned.names, ()))
     assert [(end.code, end.message) for end in ended] == [(3, "FP16 itself answers none")] * 2
@@ -212,10 +211,8 @@ NO_JOBS: dict[str, tuple[type[Exception], str, str]] = {
 def test_a_launcher_that_starts_no_job_keeps_the_last_sweep_and_report(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: object) -> None:
-        raise launching.RayNotStarted("hydra/launcher=ray: Ray did not start")
-
-    monkeypatch.setattr(launching, "start_ray", refuse)
+    refusal = launching.RayNotStarted("hydra/launcher=ray: Ray did not start")
+    monkeypatch.setattr(launching, "start_ray", Mock(side_effect=refusal))
     last, kept = Summary(sweep="20260101").model_dump_json(), ("summary.json", "report.html", "summaries/20260101.json")
     for name in kept:
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -45,11 +45,8 @@ def test_every_declared_stage_has_a_function() -> None:
 def test_an_old_report_is_removed_and_never_hides_the_error(
     is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(self: FakeBackend, bundle: Path) -> None:  # noqa: ARG001
-        raise MissingRequirement("no GPU")
-
     use_fake_stages(monkeypatch)
-    monkeypatch.setattr(FakeBackend, "load", refuse)
+    monkeypatch.setattr(FakeBackend, "load", Mock(side_effect=MissingRequirement("no GPU")))
     page = tmp_path / "report.html"
     page.write_text("yesterday's") if is_file else page.mkdir()
     (config,) = plan([f"workdir={tmp_path}", "calibration.samples=4", "tracking=none", "stage=evaluate"], multirun=False).jobs
@@ -61,10 +58,7 @@ def test_an_old_report_is_removed_and_never_hides_the_error(
 
 
 def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise MissingRequirement("http://127.0.0.1:9 is not there")
-
-    monkeypatch.setattr(job_run, "open_store", refuse)
+    monkeypatch.setattr(job_run, "open_store", Mock(side_effect=MissingRequirement("http://127.0.0.1:9 is not there")))
     (tmp_path / "report.html").write_text("yesterday's")
     (config,) = plan([f"workdir={tmp_path}", "stage=evaluate"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match="is not there"):
@@ -76,13 +70,8 @@ def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monk
 def test_an_unwritable_summary_does_not_hide_the_jobs_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise MissingRequirement("no GPU")
-
-    def full(*_: object, **__: object) -> None:
-        raise UserError("summary.json cannot be written")
-
-    monkeypatch.setitem(actions.ACTIONS, "evaluate", refuse)
+    monkeypatch.setitem(actions.ACTIONS, "evaluate", Mock(side_effect=MissingRequirement("no GPU")))
+    full = Mock(side_effect=UserError("summary.json cannot be written"))
     (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
     monkeypatch.setattr(summary, "finish", full)
     monkeypatch.setattr(summary, "note", full)
@@ -306,10 +295,7 @@ def test_only_an_engine_that_fails_the_first_round_gets_no_stress_test(
 
 
 def test_a_sweep_that_judges_nothing_changes_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(_: Run) -> None:
-        raise MissingRequirement("no compiler")
-
-    monkeypatch.setitem(actions.ACTIONS, "build", build)
+    monkeypatch.setitem(actions.ACTIONS, "build", Mock(side_effect=MissingRequirement("no compiler")))
     summary.begin(tmp_path, "judged", ["fp8"])
     summary.note(tmp_path, "judged", exit_code=0)
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)

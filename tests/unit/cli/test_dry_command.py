@@ -9,6 +9,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from helpers.commands.fake_stages import FakeBackend, use_fake_stages
@@ -180,10 +181,7 @@ def test_every_problem_of_every_job_is_listed_once(
 def test_problems_after_the_inputs_are_found_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_gpu(self: FakeBackend) -> None:  # noqa: ARG001
-        raise MissingRequirement("this machine has no GPU")
-
-    monkeypatch.setattr(FakeBackend, "check_runs", no_gpu)
+    monkeypatch.setattr(FakeBackend, "check_runs", Mock(side_effect=MissingRequirement("this machine has no GPU")))
     (tmp_path / "mlflow.db").write_text("no database")
     assert preview(planned(tmp_path / "work", "stage=build")) == 0
     assert preview(planned(tmp_path / "work", "stage=evaluate")) == 4

@@ -10,6 +10,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -246,13 +247,10 @@ def test_a_wait_says_its_reason_and_ends_with_limit_or_holder(
 def test_a_place_without_locks_is_refused_and_not_waited_for(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flock(*_: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     if place == ".lock":  # a file system without locks
-        monkeypatch.setattr(fcntl, "flock", flock)
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(UserError, match=f"{tmp_path / place}: {REFUSAL}"), locked(tmp_path / place, "summary.json"):
         pass
     if place == ".lock":
