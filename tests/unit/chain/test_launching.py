@@ -11,6 +11,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from pickle import PicklingError
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -76,58 +77,49 @@ def test_only_workers_are_ended() -> None:
     assert completed.stdout == "['True', 'tracker']\n"
 
 
-class Ray:
-    """A stand-in for the used part of Ray. Like the real one, it installs its own SIGTERM handler."""
-
-    def __init__(self, fails: BaseException | None = None) -> None:
-        self.fails, self.options = fails, dict[str, object]()
-
-    def init(self, **options: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.fails is not None:
-            raise self.fails
-        self.options = options
-
-
 RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launching.RAY_LINES, *launching.RAY_HERE)
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
-    """A Ray stand-in and an environment without Ray's variables. Restores both and the SIGTERM handler afterwards."""
+def init(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
+    """A stand-in for `ray.init`, and an environment without Ray's variables. Restores both and the SIGTERM handler afterwards.
+
+    Like the real function, it installs its own SIGTERM handler.
+    """
     for name in RAYS:
         monkeypatch.setenv(name, "")  # registers the variable so that it is restored
         monkeypatch.delenv(name)
-    stand_in = Ray()
-    monkeypatch.setitem(sys.modules, "ray", stand_in)
+    stand_in = Mock(side_effect=lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=stand_in))
     before = signal.getsignal(signal.SIGTERM)
     yield stand_in
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_commands_ray_listens_locally_behind_a_token(ray: Ray) -> None:
+def test_the_commands_ray_listens_locally_behind_a_token(init: Mock) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     launching.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
     assert "++hydra.launcher.ray.remote.max_retries=0" in launching.RAY_OVERRIDES, "a job that died is not run again"
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
-    assert ray.options["address"] == "local", "the command must not join another Ray instance on this machine"
-    assert (ray.options["num_cpus"], ray.options["include_dashboard"]) == (2, False)
-    assert "kvgate-ray-" in str(ray.options["_temp_dir"]), "the folder of Ray's logs and sockets is removed with the command"
+    options = init.call_args.kwargs
+    assert options["address"] == "local", "the command must not join another Ray instance on this machine"
+    assert (options["num_cpus"], options["include_dashboard"]) == (2, False)
+    assert "kvgate-ray-" in str(options["_temp_dir"]), "the folder of Ray's logs and sockets is removed with the command"
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert (os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"])) == ("token", 64)
 
 
 @pytest.mark.parametrize("place", ["key", "variable"])
-def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_cluster_keeps_its_own_settings(place: str, init: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "variable":
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     launching.start_ray({"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
-    assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses other options for a cluster that it joins"
+    assert set(init.call_args.kwargs) <= {"address", "logging_level"}, "Ray refuses other options for a cluster that it joins"
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launching.RAY_HERE} & set(os.environ)
 
 
-def test_ray_start_failure_is_a_missing_requirement(ray: Ray) -> None:
-    ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
+def test_ray_start_failure_is_a_missing_requirement(init: Mock) -> None:
+    init.side_effect = Exception("The current node timed out during startup. This could happen because\nmore")
     with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
         launching.start_ray({})
 
