@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bad_input.forks import Commands, fork_commands
+from bad_input.forks import RunCase, fork_commands
 from helpers.commands.cached_hydra import compose_once
 from helpers.stride import STRIDE
 
@@ -193,10 +193,10 @@ def llamacpp_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def commands() -> Iterator[Commands]:
-    """The process that runs command lines in forks."""
-    with fork_commands() as commands:
-        yield commands
+def run_case() -> Iterator[RunCase]:
+    """A function that runs a command line in a fork of a process without slow libraries."""
+    with fork_commands() as function:
+        yield function
 
 
 @pytest.fixture(scope="module")

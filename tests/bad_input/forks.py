@@ -15,13 +15,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import NoReturn
 
 from helpers.commands.cached_hydra import compose_once
@@ -109,16 +109,10 @@ def drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def failing_runner() -> ModuleType:
-    """Return a replacement of `pipeline.chain.runner` that fails, because kvgate must refuse bad input before the call."""
-
-    def fail(*_: object, **__: object) -> NoReturn:
-        print("the runner was called")
-        raise SystemExit(99)
-
-    runner = ModuleType("pipeline.chain.runner")
-    vars(runner).update(run=fail, unprunable=fail)
-    return runner
+def fail(*_: object) -> NoReturn:
+    """Fail in place of `pipeline.chain.runner.run`, because kvgate must refuse bad input before the call."""
+    print("the runner was called")
+    raise SystemExit(99)
 
 
 def run_child(case: BadInput, directory: Path, scratch: Path, *, limited: bool) -> NoReturn:
@@ -140,7 +134,7 @@ def run_child(case: BadInput, directory: Path, scratch: Path, *, limited: bool) 
         if case.unprivileged:
             drop_capabilities()
         if not (case.runs_stage or case.loads_model):
-            sys.modules["pipeline.chain.runner"] = failing_runner()
+            sys.modules["pipeline.chain.runner"] = SimpleNamespace(run=fail)  # type: ignore[assignment]
         sys.argv = ["pipeline", *case.arguments]
         try:
             code = main()
@@ -182,23 +176,19 @@ def load_light() -> None:
     assert not set(HEAVY) & set(sys.modules), "forks would inherit a slow library"
 
 
-@dataclass(frozen=True)
-class Commands:
-    """Runs command lines in forks of a light process."""
-
-    light: Executor
-    """A process that called `load_light`."""
-
-    def run(self, case: BadInput, directory: Path) -> CommandResult:
-        """Run a case's command in a directory."""
-        if case.loads_model:  # the test process has already imported the slow libraries that the case needs
-            import_module("transformers.modeling_gguf_pytorch_utils")
-            return run_in_fork(case, directory)
-        return self.light.submit(run_in_fork, replace(case, prepare=prepare_nothing), directory).result()
+RunCase = Callable[[BadInput, Path], CommandResult]
+"""A function that runs a case's command in a directory."""
 
 
 @contextmanager
-def fork_commands() -> Iterator[Commands]:
-    """Yield a `Commands` with a new light process, which ends with the block."""
+def fork_commands() -> Iterator[RunCase]:
+    """Yield a function that runs commands in forks of a new light process, which ends with the block."""
     with ProcessPoolExecutor(1, get_context("spawn"), load_light) as light:
-        yield Commands(light)
+
+        def run(case: BadInput, directory: Path) -> CommandResult:
+            if case.loads_model:  # the test process has already imported the slow libraries that the case needs
+                import_module("transformers.modeling_gguf_pytorch_utils")
+                return run_in_fork(case, directory)
+            return light.submit(run_in_fork, replace(case, prepare=prepare_nothing), directory).result()
+
+        yield run

@@ -10,7 +10,7 @@ import pytest
 from helpers.stride import STRIDE
 
 from bad_input import configuration, models, work
-from bad_input.forks import BadInput, Commands, contents
+from bad_input.forks import BadInput, RunCase, contents
 
 CASES = [*configuration.CASES, *models.CASES, *work.CASES]
 FIXES = re.compile(
@@ -23,10 +23,10 @@ FIXES = re.compile(
 
 @pytest.mark.every
 @pytest.mark.parametrize("case", CASES[:: 1 if STRIDE == 1 else 8], ids=lambda case: case.name)
-def test_bad_input_is_refused_in_one_line_and_writes_nothing(case: BadInput, commands: Commands, tmp_path: Path) -> None:
+def test_bad_input_is_refused_in_one_line_and_writes_nothing(case: BadInput, run_case: RunCase, tmp_path: Path) -> None:
     case.prepare(tmp_path)
     before = contents(tmp_path)
-    outcome = commands.run(case, tmp_path)
+    outcome = run_case(case, tmp_path)
     assert outcome.code == case.code, outcome
     *headings, line = [line for line in outcome.stderr.splitlines() if not line.startswith("  ")]  # progress is indented
     assert not headings or case.runs_stage, headings

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bad_input.forks import BadInput, CommandResult, Commands
+from bad_input.forks import BadInput, CommandResult, RunCase
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 
@@ -19,9 +19,9 @@ from stages.core.errors import GateRefusal
 
 
 @pytest.fixture
-def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], CommandResult]:
+def run(run_case: RunCase, tmp_path: Path) -> Callable[[list[str]], CommandResult]:
     """A function that runs a command line in a fork, in the test's directory."""
-    return lambda arguments: commands.run(BadInput("", tuple(arguments), (), runs_stage=True), tmp_path)
+    return lambda arguments: run_case(BadInput("", tuple(arguments), (), runs_stage=True), tmp_path)
 
 
 def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], CommandResult], tmp_path: Path) -> None:

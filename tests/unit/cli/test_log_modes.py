@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_input.forks import BadInput, CommandResult, Commands
+from bad_input.forks import BadInput, CommandResult, RunCase
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,13 +65,13 @@ def test_results_go_to_stdout_and_everything_else_to_stderr() -> None:
     assert all(line["time"].endswith("Z") for line in events)
 
 
-def outcome(commands: Commands, folder: Path, *arguments: str, runs_stage: bool = False) -> CommandResult:
-    return commands.run(BadInput("", arguments, (), runs_stage=runs_stage), folder)
+def outcome(run_case: RunCase, folder: Path, *arguments: str, runs_stage: bool = False) -> CommandResult:
+    return run_case(BadInput("", arguments, (), runs_stage=runs_stage), folder)
 
 
 @pytest.mark.parametrize("arguments", [("-m", "kv=fp8,fp9", "log=json"), ("log=json", "kv.sink_tokens=-1", "seed=-1")])
-def test_early_errors_follow_the_log_mode(arguments: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
-    result = outcome(commands, tmp_path, *arguments)
+def test_early_errors_follow_the_log_mode(arguments: tuple[str, ...], run_case: RunCase, tmp_path: Path) -> None:
+    result = outcome(run_case, tmp_path, *arguments)
     lines = [json.loads(line) for line in result.stderr.splitlines()]
     assert lines
     assert {(line["level"], line["exit_code"]) for line in lines if "step" not in line} == {("error", 2)}
@@ -91,9 +91,9 @@ def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
     assert (completed.stdout, completed.stderr) == ("result\n", "noise")
 
 
-def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp_path: Path) -> None:
+def test_a_whole_command_prints_its_results_in_each_mode(run_case: RunCase, tmp_path: Path) -> None:
     modes = ("human", "quiet", "json")
-    shown, quiet, objects = (outcome(commands, tmp_path, "stage=capacity", f"log={mode}", runs_stage=True) for mode in modes)
+    shown, quiet, objects = (outcome(run_case, tmp_path, "stage=capacity", f"log={mode}", runs_stage=True) for mode in modes)
     assert quiet.stderr == ""
     assert "What the memory holds" in quiet.stdout
     assert "capacity fp8 of pkg://stages.tiny/checkpoint" in shown.stderr.splitlines()
@@ -115,9 +115,9 @@ def test_a_whole_command_prints_its_results_in_each_mode(commands: Commands, tmp
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_an_option_shows_its_output_and_writes_nothing(
-    arguments: tuple[str, ...], message: str, commands: Commands, tmp_path: Path
+    arguments: tuple[str, ...], message: str, run_case: RunCase, tmp_path: Path
 ) -> None:
-    result = outcome(commands, tmp_path, *arguments)
+    result = outcome(run_case, tmp_path, *arguments)
     assert result.code == 0, result.stderr
     assert message in result.stdout
     assert result.stderr == ""
