@@ -148,6 +148,6 @@ CASES = [
     BadInput("an engine without evidence", ("stage=verify", "bundle=engine"),
              ("bundle=engine: its evidence (identity.json) is neither here", "mlflow artifacts download"),
              text_file("engine/bundle.json", "{}"), code=4, runs_stage=True),
-    BadInput("a full disk", ("stage=capacity", "workdir=work"), ("work",), text_file("x", ""), code=4, file_bytes=4000,
-             runs_stage=True, loads_model=True),
+    BadInput("a full disk", ("stage=capacity", "capacity.weights_gib=1", "workdir=work"), ("work",), text_file("x", ""), code=4,
+             file_bytes=4000, runs_stage=True),
 ]  # fmt: skip

@@ -168,11 +168,14 @@ def test_the_workflow_judges_promotes_and_serves_the_model(tmp_path: Path) -> No
     assert shell(f"python -c '{program}'").strip()
 
 
+CAPACITY = "stage=capacity capacity.weights_gib=1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "redirection"),
     [
-        *(("stage=capacity", 0, redirection) for redirection in (">&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full")),
-        ("stage=capacity log=json", 0, "2>/dev/full"),
+        *((CAPACITY, 0, redirection) for redirection in (">&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full")),
+        (f"{CAPACITY} log=json", 0, "2>/dev/full"),
         ("stage=nothing", 2, "2>&-"),
     ],
 )

@@ -65,6 +65,10 @@ def test_results_go_to_stdout_and_everything_else_to_stderr() -> None:
     assert all(line["time"].endswith("Z") for line in events)
 
 
+CAPACITY = ("stage=capacity", "capacity.weights_gib=1")
+"""A stage that shows results in a second, because counting the weights would import torch."""
+
+
 def outcome(run_case: RunCase, folder: Path, *arguments: str, runs_stage: bool = False) -> CommandResult:
     return run_case(BadInput("", arguments, (), runs_stage=runs_stage), folder)
 
@@ -93,7 +97,7 @@ def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
 
 def test_a_whole_command_prints_its_results_in_each_mode(run_case: RunCase, tmp_path: Path) -> None:
     modes = ("human", "quiet", "json")
-    shown, quiet, objects = (outcome(run_case, tmp_path, "stage=capacity", f"log={mode}", runs_stage=True) for mode in modes)
+    shown, quiet, objects = (outcome(run_case, tmp_path, *CAPACITY, f"log={mode}", runs_stage=True) for mode in modes)
     assert quiet.stderr == ""
     assert "What the memory holds" in quiet.stdout
     assert "capacity fp8 of pkg://stages.tiny/checkpoint" in shown.stderr.splitlines()
@@ -129,7 +133,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     os.close(reads)  # like `head` after it has ended
     with os.fdopen(writes, "w") as closed:
         completed = subprocess.run(
-            [sys.executable, "-m", "pipeline", "stage=capacity", "log=json"],
+            [sys.executable, "-m", "pipeline", *CAPACITY, "log=json"],
             check=False, stdout=closed, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
