@@ -36,7 +36,7 @@ def test_a_launchers_job_returns_its_advice(
 ) -> None:
     refusal = CannotBeJudged("FP16 itself answers none", ["copy-1: asked ..."])
     monkeypatch.setitem(actions.ACTIONS, "all", Mock(side_effect=refusal))
-    planned = plan([f"workdir={tmp_path}", *JOBLIB], multirun=True)
+    planned = plan([f"workdir={tmp_path}", "tracking=none", *JOBLIB], multirun=True)
     ended = launching.launch(planned, runner.JobRunner("20260101", planned.names, ()))
     assert [(end.code, end.message) for end in ended] == [(3, "FP16 itself answers none")] * 2
     assert summary.load(tmp_path, "20260101").exit_codes == {1: 3, 2: 3}

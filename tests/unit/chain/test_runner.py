@@ -33,7 +33,7 @@ from stages.core.errors import CannotBeJudged, GateRefusal, MissingRequirement, 
 from stages.verdict.verdict import Status
 from stages.workloads.config import WorkloadsConfig
 
-pytestmark = pytest.mark.usefixtures("quick_stores", "no_charts")
+pytestmark = pytest.mark.usefixtures("no_charts")
 
 
 def test_every_declared_stage_has_a_function() -> None:
@@ -103,6 +103,7 @@ def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkey
         raise ModuleNotFoundError("No module named 'psycopg2'", name="psycopg2")
 
     judging(monkeypatch, "PASS")
+    monkeypatch.setattr(job_run, "open_store", Mock())
     monkeypatch.setattr(actions, "promote_from", promote)
     (config,) = plan([f"workdir={tmp_path}", "stage=all"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match="psycopg2 is not installed here"):
