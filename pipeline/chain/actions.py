@@ -127,7 +127,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
             summary.note_champion(config.work, move.champion, last.sweep)
             tables.print_comparison(candidates)
-            console.say(console.Styled("green", move.message))
+            console.say(console.styled("green", move.message))
             tables.print_reasons_against(candidates, move)
             show_page(config, candidates, last, unfinished=unfinished, move=move)
             compare_in_mlflow(config, candidates, last.sweep)

@@ -128,7 +128,7 @@ def preview(planned: Plan) -> int:
             console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {job}: " if planned.sweeping else ""
-            console.say(console.Styled("bold", f"{number}{config.stage} {label}", f" of {config.model.path}"))
+            console.say(console.styled("bold", f"{number}{config.stage} {label}", f" of {config.model.path}"))
             foreseen.add(job, Run(config, label=label, store=store))
     foreseen.add_refusal(planned)
     _print(foreseen, sweeping=planned.sweeping)

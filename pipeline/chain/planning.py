@@ -81,7 +81,7 @@ def recommend_policy(run: Run) -> None:
     recommendation = recommend(capacity, judged, notes, unserved)
     commands = evidence_lines(config, run.arguments, recommendation, capacity)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, commands)):
-        console.say(line, paste=line.startswith("    "))
+        console.say(line, paste=str(line).startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
     console.say(str(path), paste=True)
     _require_room(capacity)

@@ -50,20 +50,17 @@ def relative(text: str) -> str:
     return re.sub(rf"(?:(?<=sqlite:///)|(?<![\w./:~-])){re.escape(here)}/(?=[^\s/])", "", text)
 
 
-class Styled(str):
-    """A line for people whose first `length` characters have a style of rich, for example `bold`."""
-
-    style: str
-    length: int
-
-    def __new__(cls, style: str, beginning: str, rest: str = "") -> "Styled":
-        line = super().__new__(cls, beginning + rest)
-        line.style, line.length = style, len(beginning)
-        return line
+Line = str | Text
+"""A line for people, perhaps with styles."""
 
 
-def note(text: str) -> Styled:
-    return Styled("yellow", "note:", f" {text}")
+def styled(style: str, beginning: str, rest: str = "") -> Text:
+    """Return a line whose beginning has a style of rich, for example `bold`."""
+    return Text.assemble((beginning, style), rest)
+
+
+def note(text: str) -> Text:
+    return styled("yellow", "note:", f" {text}")
 
 
 @dataclass(frozen=True)
@@ -168,19 +165,18 @@ def end() -> None:
     HANDLER.job = None
 
 
-def say(*lines: str, paste: bool = False) -> None:
+def say(*lines: Line, paste: bool = False) -> None:
     """Print lines for people, or write each line as a JSON object.
 
     `paste`: whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
     """
     for line in lines:
         if HANDLER.mode == "json":
-            if line.strip():
-                _write({RESULT: line.strip()})
+            if str(line).strip():
+                _write({RESULT: str(line).strip()})
             continue
-        text = Text(relative(line))
-        if isinstance(line, Styled):
-            text = Text.assemble((relative(line[: line.length]), line.style), relative(line[line.length :]))
+        text = Text(line) if isinstance(line, str) else line.copy()
+        text.plain = relative(text.plain)
         out.print(text, soft_wrap=paste or not out.is_terminal)
 
 

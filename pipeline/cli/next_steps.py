@@ -95,10 +95,10 @@ class NextStep:
 
     def show(self) -> None:
         colon = "" if self.command is None else ":"
-        lines = ["", *(f"  {line}" for line in self.wrong), console.Styled("bold", "Next", f": {self.why}{colon}")]
+        console.say("", *(f"  {line}" for line in self.wrong), paste=True)
+        console.say(console.styled("bold", "Next", f": {self.why}{colon}"), paste=True)
         if self.command is not None:
-            lines.append(f"  {self.command}")
-        console.say(*lines, paste=True)
+            console.say(f"  {self.command}", paste=True)
 
 
 SERVING = {

@@ -108,7 +108,7 @@ def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
     if undecided_check:
         lines = ["  a quick check never passes: no request was compared with the reference engine"]
     title = "QUICK CHECK" if undecided_check else candidate.verdict
-    headline = console.Styled(COLOURS[candidate.verdict], title, f" {candidate.name}: {'; '.join(figures)}")
+    headline = console.styled(COLOURS[candidate.verdict], title, f" {candidate.name}: {'; '.join(figures)}")
     console.say(headline, f"  {memory}{saved}", *lines)
 
 
@@ -142,14 +142,14 @@ def _reason(candidate: Candidate, champion: Candidate | None, excluded: str | No
 KIB, MIB = 1024, 1024**2
 
 
-def budget_lines(capacity: Capacity) -> list[str]:
+def budget_lines(capacity: Capacity) -> list[console.Line]:
     """Return lines with the memory and the requests that the tables assume."""
     use, budget = capacity.use, capacity.budget
     mix = ", ".join(f"{context.requests} of {context.tokens:,}" for context in use.contexts)
     gpus = f"{use.tensor_parallel} GPUs of " if use.tensor_parallel > 1 else ""
     heads = f"{capacity.q_heads} query heads, {capacity.kv_heads} KV heads of {capacity.head_dim}"
-    lines = [
-        console.Styled("bold", capacity.model, f": {capacity.layers} layers, {heads}"),
+    lines: list[console.Line] = [
+        console.styled("bold", capacity.model, f": {capacity.layers} layers, {heads}"),
         f"{gpus}{budget.gpu / GIB:.4g} GiB, {budget.weights / GIB:.2f} of it for weights and {budget.reserve / GIB:.4g} "
         f"reserved, leave {budget.cache / GIB:.2f} GiB for the cache{' of each' if gpus else ''}; requests are "
         f"admitted to {100 * use.ceiling:g} %",
@@ -159,7 +159,7 @@ def budget_lines(capacity: Capacity) -> list[str]:
     return [*lines, *map(console.note, capacity.notes)]
 
 
-def policy_line(capacity: Capacity, name: str) -> list[str]:
+def policy_line(capacity: Capacity, name: str) -> list[console.Line]:
     """Return a line about the policy `name`: memory of a request, saving, requests that fit; empty if it or FP16 is missing."""
     entries = {entry.name: entry for entry in capacity.policies}
     chosen, base = entries.get(name), entries.get("fp16")
@@ -173,7 +173,7 @@ def policy_line(capacity: Capacity, name: str) -> list[str]:
     where = " on each GPU" if use.tensor_parallel > 1 else ""
     memory = f"a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less than under FP16"
     fitting = f"{chosen.requests:,} requests fit, under FP16 {base.requests:,}"
-    return [console.Styled("bold", name, f": {memory}; {fitting}")]
+    return [console.styled("bold", name, f": {memory}; {fitting}")]
 
 
 def capacity_table(capacity: Capacity) -> Grid:
@@ -201,19 +201,19 @@ def capacity_table(capacity: Capacity) -> Grid:
     return Grid("What the memory holds", (POLICY, *columns, Column("old\ntokens")), rows, few)
 
 
-def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]) -> list[str]:
+def recommendation_lines(recommendation: Recommendation, commands: Sequence[str]) -> list[console.Line]:
     """Return lines with the recommended policy, the reasons against the others, and `commands` that judge the unjudged."""
     chosen, passed_over = recommendation.chosen, recommendation.passed_over
-    lines: list[str] = [*map(console.note, recommendation.notes)]
+    lines: list[console.Line] = [*map(console.note, recommendation.notes)]
     if chosen is None:
-        lines.append(console.Styled("red", "No policy can be recommended"))
+        lines.append(console.styled("red", "No policy can be recommended"))
     else:
         why = (
             f"{chosen.live_tokens:,} live tokens in {chosen.requests:,} requests; PASS {chosen.covered} on "
             f"backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once"
         )
         lines += [
-            console.Styled("green", f"Take {chosen.name}", f": {why}"),
+            console.styled("green", f"Take {chosen.name}", f": {why}"),
             *(f"  {reason}" for reason in chosen.reasons[:1]),
             f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})",
         ]

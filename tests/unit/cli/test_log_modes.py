@@ -25,7 +25,7 @@ warnings.warn("deprecated")
 logging.getLogger("other").warning("logged by a library with hf_abcdefghijklmnopqrstuvwxyz")
 logging.getLogger("other").warning("%d files", "not a number")
 logging.getLogger("kvgate.waits").warning("waiting for a lock")
-console.say(console.Styled("bold", "a sentence", ' for ab"cdef in [colour]'))
+console.say(console.styled("bold", "a sentence", ' for ab"cdef in [colour]'))
 console.show(Grid("comparison", [Column("policy"), Column("KL", ".1e")], [["fp8", float("nan")], ["", 0.25]]))
 with show_progress("round fp8") as progress:
     progress("look at this", 0, 0)
