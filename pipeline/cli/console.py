@@ -133,16 +133,14 @@ LOGGER.propagate = False
 
 def configure(mode: str) -> None:
     """Set the format of all output. With `json`, warnings and log records of libraries become JSON lines too."""
-    captured, captures = HANDLER.mode == "json", mode == "json"
     HANDLER.mode = mode
     LOGGER.setLevel(logging.WARNING if mode == "quiet" else logging.INFO)
     if mode == "quiet":
         warnings.simplefilter("ignore")
-    if captures and not captured:
-        logging.captureWarnings(True)
+    logging.captureWarnings(mode == "json")
+    if mode == "json":
         logging.getLogger().addHandler(HANDLER)
-    elif captured and not captures:
-        logging.captureWarnings(False)
+    else:
         logging.getLogger().removeHandler(HANDLER)
 
 
