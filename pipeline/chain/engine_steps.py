@@ -170,16 +170,16 @@ class EngineSteps(Artifacts):
 
         return checkpoint_scales(info, policy) is not None
 
-    def exports(self, policy: KVPolicy) -> Artifact:
+    def exports(self, policy: KVPolicy, ranks: int = 1) -> Artifact:
         weights, scales = self.weights(), self.quantized(policy)
-        config = {**self._quantizing, "kv": policy.model_dump()}
+        config = {**self._quantizing, "kv": policy.model_dump(), "ranks": ranks}
         inputs = self._quantized_inputs() | {"quantized": scales.digest}
 
         def build(out: Path, progress: Progress) -> None:
             from stages.quantize.export import export
 
             paths = (self.checkpoint, weights.path, scales.path / SCALES_FILE, out)
-            export(*paths, policy=policy, **self._quantizing, calibration_texts=self._texts(), progress=progress)
+            export(*paths, policy=policy, **self._quantizing, calibration_texts=self._texts(), ranks=ranks, progress=progress)
 
         return self.make(Recipe("exports", config, inputs, MODELOPT), build, policy)
 

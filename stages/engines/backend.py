@@ -65,8 +65,11 @@ class Artifacts(Protocol):
         """Return the quantized weights, a checkpoint that the baseline and every candidate share."""
         ...
 
-    def exports(self, policy: KVPolicy) -> Artifact:
-        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
+    def exports(self, policy: KVPolicy, ranks: int = 1) -> Artifact:
+        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy.
+
+        `ranks`: GPUs that the export for TensorRT-LLM's engines is split over.
+        """
         ...
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:

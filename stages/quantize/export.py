@@ -39,6 +39,7 @@ def export(
     calibration_texts: list[str],
     max_length: int,
     seed: int,
+    ranks: int = 1,
     progress: Progress,
 ) -> None:
     """Export a quantized checkpoint in ModelOpt's official formats.
@@ -48,7 +49,8 @@ def export(
 
     `out` receives:
 
-    - `unified_hf/`, `tensorrt_llm/`: the exports that can express the policy, each validated.
+    - `unified_hf/`, `tensorrt_llm/`: the exports that can express the policy, each validated. The second is split over `ranks`
+      GPUs, after the same export for one was validated.
     - `exports.json`: for each export the reason why it was not written; null if it was written.
     - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: the quantized checkpoint (as links), the policy and its scales.
     """
@@ -76,6 +78,8 @@ def export(
     if not reasons["tensorrt_llm"]:
         adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info))
         validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, static)
+        if ranks > 1:
+            adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info), ranks)
     progress("exporting", 1, 2)
     if not reasons["unified_hf"]:  # must be last: the exporter changes the model in place
         adapter.export_unified_hf(model, out / "unified_hf")

@@ -176,14 +176,14 @@ def export_unified_hf(model: torch.nn.Module, out: Path) -> None:
     config.write_text(json.dumps(written, indent=4) + "\n", encoding="utf-8")
 
 
-def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:
-    """Write the TensorRT-LLM checkpoint of one rank. The model is changed in place and must not be used afterwards."""
+def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype, ranks: int = 1) -> None:
+    """Write a TensorRT-LLM checkpoint for `ranks` GPUs. The model is changed in place and must not be used afterwards."""
     # ModelOpt reads rope_theta at the top level, which transformers 5 no longer has, and would silently omit it.
     config = cast(Any, model).config
     config.rope_theta = rope_at_top_level(config.to_dict())["rope_theta"]
     # The default of 0 ("keep the calibration's parallelism") divides by zero without tensorrt_llm installed.
     with hide_output(), torch.inference_mode():
-        export_tensorrt_llm_checkpoint(model, "llama", dtype, out, inference_tensor_parallel=1)
+        export_tensorrt_llm_checkpoint(model, "llama", dtype, out, inference_tensor_parallel=ranks)
 
 
 def _attributes(quantizer: Any) -> Attributes:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
-from helpers.engines.interpreters import make_bundle, make_exports, make_interpreter, open_engine, script
+from helpers.engines.interpreters import config_of, make_bundle, make_exports, make_interpreter, open_engine, script
 from helpers.policies.shipped import SHIPPED, conf
 from helpers.refusals import refused
 
@@ -19,7 +20,7 @@ from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL, Worker, inspect_interpreter
 from stages.engines.trtllm import settings
-from stages.engines.trtllm.backend import PROGRAM, refuse_gpus, require_target, target_refusal
+from stages.engines.trtllm.backend import PROGRAM, TrtllmBackend, refuse_gpus, require_target, target_refusal
 from stages.engines.trtllm.config import TargetName, TrtllmConfig
 
 
@@ -96,6 +97,13 @@ def test_what_a_target_does_not_support_is_refused_by_its_key(tiny_checkpoint: P
     TrtllmConfig.model_validate({**unread, "target": "pytorch"})
     with pytest.raises(ValueError, match=r"serving\.enable_block_reuse=false: target=engine ignores it; leave it at true"):
         TrtllmConfig.model_validate(unread)
+
+
+@pytest.mark.parametrize(("target", "ranks"), [("engine", 2), ("pytorch", 1)])
+def test_only_an_engine_is_built_from_an_export_that_is_split(target: str, ranks: int) -> None:
+    artifacts, config = Mock(), config_of("trtllm", None, target=target, tensor_parallel_size=2)
+    TrtllmBackend(config).source(artifacts, SHIPPED["fp8"])
+    artifacts.exports.assert_called_once_with(SHIPPED["fp8"], ranks)
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,17 @@ def build(flags: list[str], sm: list[int]) -> dict[str, Any]:
     return engine_config
 
 
-def load(checkpoint: str, rank: int) -> dict[str, Any]:
-    """Load a rank's checkpoint with from_checkpoint; return its cache scales and the shapes of three tensors."""
+def load(checkpoint: str) -> dict[str, Any]:
+    """Load a checkpoint with from_checkpoint; return its cache scales."""
     models: Any = importlib.import_module("tensorrt_llm.models")
     config = models.PretrainedConfig.from_json_file(str(Path(checkpoint, "config.json")))
-    config.set_rank(rank)
+    config.set_rank(0)
     model = models.MODEL_MAP[config.architecture].from_checkpoint(checkpoint, config=config)
     attentions = [layer.attention for layer in model.transformer.layers]
-    first = {"qkv": attentions[0].qkv, "lm_head": model.lm_head, "embedding": model.transformer.vocab_embedding}
     names = ("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")
-    scales = {
+    return {
         name: [float(getattr(part, name).raw_value[0]) for part in attentions if getattr(part, name, None)] for name in names
     }
-    return {**scales, "shapes": {name: list(part.weight.raw_value.shape) for name, part in first.items()}}
 
 
 def configure(checkpoint: str, dtype: str) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
             check_judging(target, self.config, job.policy, self.interpreter)
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        exports = artifacts.exports(policy)
+        exports = artifacts.exports(policy, self.config.tensor_parallel_size if self.config.target == "engine" else 1)
         return Source(exports.path, exports.digest)
 
     def build_parts(self) -> dict[str, object]:

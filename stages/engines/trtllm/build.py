@@ -1,8 +1,4 @@
-"""Builds a bundle of TensorRT-LLM from a quantized checkpoint: a TensorRT engine, or a checkpoint with LLM arguments.
-
-Names of a checkpoint's tensors: transformer.layers.N.{attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj}.{weight,
-*scaling_factor}. qkv stacks the rows of q, k and v. fc is Hugging Face's gate_proj, and gate is its up_proj.
-"""
+"""Builds a bundle of TensorRT-LLM from a quantized checkpoint: a TensorRT engine, or a checkpoint with LLM arguments."""
 
 import json
 import shutil
@@ -12,7 +8,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from stages.checkpoints.exports import algorithm
 from stages.checkpoints.files import read_json
@@ -32,12 +27,6 @@ KV_RECIPROCAL = ".kv_cache_rcp_scaling_factor"
 KV_SIDES = (".k_cache_scaling_factor", ".v_cache_scaling_factor")
 """Optional separate scales. TensorRT-LLM uses the larger one for both sides, and computes a missing reciprocal from the scale
 (tensorrt_llm/models/modeling_utils.py, preprocess_weights)."""
-
-BY_HEADS = ("attention.qkv.weight", "attention.qkv.bias")
-BY_ROWS = ("mlp.fc.weight", "mlp.gate.weight", "mlp.fc.bias", "mlp.gate.bias", "lm_head.weight")
-BY_COLUMNS = ("attention.dense.weight", "mlp.proj.weight")
-ADDED_ONCE = ("attention.dense.bias", "mlp.proj.bias")
-"""Biases that are added after the ranks' results are summed: rank 0 has the bias, other ranks have zeros."""
 
 EXPORTS: dict[TargetName, str] = {"engine": "tensorrt_llm", "pytorch": "unified_hf"}
 ENGINE = "engine"
@@ -86,7 +75,7 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, interp
 
 def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: Interpreter) -> dict[str, Any]:
     source = out / CHECKPOINT
-    write_checkpoint(export, source, config.tensor_parallel_size)
+    copy_linking_weights(sorted(path.name for path in export.iterdir()), export, source)
     checkpoint = read_json(source, CONFIG_FILE)
     flags = settings.engine_settings(config, checkpoint["quantization"])
     compile_engine(source, out / ENGINE, flags, interpreter)
@@ -140,41 +129,6 @@ def _copy_served(export: Path, plain: Path, out: Path) -> str | None:
         config = rope_at_top_level(read_json(plain, CONFIG_FILE))
         (out / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return weights
-
-
-def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
-    """Split `source`, ModelOpt's export for one rank, over `ranks` ranks; write the result to the new directory `out`."""
-    if ranks == 1:
-        copy_linking_weights(sorted(path.name for path in source.iterdir()), source, out)
-        return
-    out.mkdir()
-    config = read_json(source, CONFIG_FILE)
-    config["mapping"] = {"world_size": ranks, "tp_size": ranks, "pp_size": 1}
-    (out / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-    tensors = load_file(source / "rank0.safetensors")
-    for rank in range(ranks):
-        part = {name: shard(name, tensor, config, rank, ranks).clone() for name, tensor in tensors.items()}
-        save_file(part, out / f"rank{rank}.safetensors")
-
-
-def shard(name: str, tensor: Tensor, config: dict[str, Any], rank: int, ranks: int) -> Tensor:
-    """Return a rank's part of a tensor. Per-tensor scales and normalization weights are the same on every rank.
-
-    Supports floating-point weights and FP8 weights with one scale per tensor. For these the parts equal ModelOpt 0.47's own
-    export for several ranks, byte for byte.
-    """
-    if name.endswith(ADDED_ONCE) and rank > 0:
-        return torch.zeros_like(tensor)
-    if name.endswith(BY_HEADS):
-        queries, heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_size"]
-        parts = tensor.tensor_split((queries * size, (queries + heads) * size))
-        return torch.cat([part.chunk(ranks)[rank] for part in parts])
-    sharded_embedding = config["use_parallel_embedding"] and name.endswith("vocab_embedding.weight")
-    if name.endswith(BY_ROWS) or (sharded_embedding and config["embedding_sharding_dim"] == 0):
-        return tensor.chunk(ranks)[rank]
-    if name.endswith(BY_COLUMNS) or sharded_embedding:
-        return tensor.chunk(ranks, dim=1)[rank]
-    return tensor
 
 
 def kv_scales(checkpoint: Path) -> list[float]:

@@ -44,8 +44,8 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64,
 ALGORITHMS = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}
 
 
-def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
-    """Write the output of stage=quantize for `kv`: checkpoint, exports and scales."""
+def make_exports(checkpoint: Path, folder: Path, kv: str, ranks: int = 1) -> Path:
+    """Write the output of stage=quantize for `kv`: checkpoint, exports and scales. Only the embedding is split over `ranks`."""
     folder.mkdir()
     (folder / "checkpoint").symlink_to(checkpoint)
     rng = np.random.default_rng(0)
@@ -76,12 +76,14 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_size": HEAD_DIM,
         "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY,
         "use_parallel_embedding": True, "embedding_sharding_dim": 0,
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "mapping": {"world_size": ranks, "tp_size": ranks, "pp_size": 1},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": ALGORITHMS[kv]},
     }  # fmt: skip
     (folder / "tensorrt_llm").mkdir()
     (folder / "tensorrt_llm" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file({name: t.clone() for name, t in tensors.items()}, folder / "tensorrt_llm" / "rank0.safetensors")
+    for rank, part in enumerate(embedding.chunk(ranks)):
+        held = {name: part if name.endswith("vocab_embedding.weight") else tensor for name, tensor in tensors.items()}
+        save_file({name: t.clone() for name, t in held.items()}, folder / "tensorrt_llm" / f"rank{rank}.safetensors")
     (folder / "unified_hf").mkdir()
     model_config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     if ALGORITHMS[kv] is not None:  # ModelOpt declares the cache format, with null weights, in two places.

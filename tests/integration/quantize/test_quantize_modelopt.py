@@ -4,11 +4,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers.checkpoints.modelopt import quantized_model, random_checkpoint, stage, token_ids
+from helpers.checkpoints.modelopt import MAX_LENGTH, POLICIES, TEXTS, quantized_model, random_checkpoint, stage, token_ids
 from helpers.stride import STRIDE
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -16,7 +17,10 @@ from safetensors.torch import load_file
 from stages.checkpoints.families import LINEARS
 from stages.checkpoints.files import INDEX
 from stages.core.files import STORE_FILE
+from stages.core.records import no_progress
 from stages.policies.formats import WeightsFormat
+from stages.policies.scales import SCALES_FILE
+from stages.quantize.export import export
 
 FACTS = json.loads((Path(__file__).parents[2] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
 """Facts recorded from TensorRT-LLM's sources."""
@@ -48,6 +52,16 @@ def test_the_exports_have_everything_that_tensorrt_llm_reads(tiny_checkpoint: Pa
     assert "rope_parameters" not in unified
     assert (out / "exports" / "unified_hf" / "tokenizer.json").is_file()
     assert json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
+
+
+def test_an_export_for_two_gpus_is_split(tiny_checkpoint: Path, run_stage: Callable[..., Path], tmp_path: Path) -> None:
+    out = run_stage("fp8")
+    options: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "seed": 0, "progress": no_progress}
+    export(tiny_checkpoint, out, out / SCALES_FILE, tmp_path, weights="none", policy=POLICIES["fp8"], ranks=2, **options)
+    whole = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")["lm_head.weight"]
+    halves = [load_file(tmp_path / "tensorrt_llm" / f"rank{rank}.safetensors")["lm_head.weight"] for rank in (0, 1)]
+    assert torch.equal(torch.cat(halves), whole)
+    assert json.loads((tmp_path / "tensorrt_llm" / "config.json").read_text())["mapping"]["tp_size"] == 2
 
 
 def test_only_the_tensorrt_llm_export_has_int8_per_tensor(run_stage: Callable[..., Path]) -> None:
