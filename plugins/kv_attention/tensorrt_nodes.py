@@ -56,10 +56,11 @@ DTYPES, GRANULARITIES, COMPUTES = get_args(Dtype), get_args(Granularity), get_ar
 
 _INTEGERS = (
     *("kv_heads", "head_dim", "key_dtype", "key_granularity", "value_dtype", "value_granularity", "value_group"),
-    *("sink_tokens", "recent_tokens", "dtype", "sm", "group", "splits"),
+    *("sink_tokens", "recent_tokens", "dtype", "sm", "group", "programs"),
 )
 ATTRIBUTES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "scaling": float}
-"""Types of the attributes of every operation: the fields of the setting that its kernel is compiled for. All are required.
+"""Types of the attributes of every operation: the fields of the setting that its kernel is compiled for, and `programs`, which
+is the number of programs per KV head in a decode step, and of splits over the pages in a prefill. All are required.
 value_group is the values' group size, or 0 without groups. No attribute is a string: with numpy 2 TensorRT's Python package
 passes only its first letter."""
 
@@ -86,11 +87,6 @@ class Node:
     """Name within NAMESPACE."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-
-    @property
-    def attributes(self) -> dict[str, type]:
-        """Attribute types by name, in order: those of the setting; plan_work also has the number of programs per KV head."""
-        return ATTRIBUTES | ({"programs": int} if self.operation == "plan_work" else {})
 
     @property
     def plugin_id(self) -> str:
@@ -133,11 +129,11 @@ def _node(operation: CacheOperation, key: Scales, value: Scales, exact: bool) ->
     return Node(operation, "_".join([operation, *suffix]), tuple(inputs), ("partial_acc", "partial_ml"))
 
 
-def input_specs(node: Node, setting: Setting) -> dict[str, Spec]:
+def input_specs(node: Node, setting: Setting, programs: int) -> dict[str, Spec]:
     """Return the type and shape of an operation's inputs, by name, in order."""
     layout, dtype, dim = setting.layout, setting.dtype, setting.layout.head_dim
     is_context = node.operation.startswith("context")
-    parts: Dims = ("B", "X", context_splits(setting.splits), setting.q_heads) if is_context else ("R", setting.q_heads)
+    parts: Dims = ("B", "X", context_splits(programs), setting.q_heads) if is_context else ("R", setting.q_heads)
 
     def tokens(heads: int) -> Dims:
         return ("B", "X", heads, dim) if is_context else ("B", heads, 1, dim)
@@ -159,10 +155,10 @@ def input_specs(node: Node, setting: Setting) -> dict[str, Spec]:
     return {name: specs[name] for name in node.inputs}
 
 
-def attributes_of(node: Node, setting: Setting, programs: int) -> dict[str, int | float]:
-    """Return an operation's attributes, in order."""
+def attributes_of(setting: Setting, programs: int) -> dict[str, int | float]:
+    """Return the attributes of an operation."""
     layout = setting.layout
-    values: dict[str, int | float] = {
+    return {
         "kv_heads": layout.kv_heads,
         "head_dim": layout.head_dim,
         "key_dtype": DTYPES.index(layout.key.dtype),
@@ -176,10 +172,8 @@ def attributes_of(node: Node, setting: Setting, programs: int) -> dict[str, int 
         "sm": setting.sm or 0,
         "group": setting.group,
         "scaling": setting.scaling,
-        "splits": setting.splits,
         "programs": programs,
     }
-    return {name: values[name] for name in node.attributes}
 
 
 def read_setting(node: Node, values: Mapping[str, Any]) -> Setting:
@@ -199,7 +193,7 @@ def read_setting(node: Node, values: Mapping[str, Any]) -> Setting:
         exact = values["sink_tokens"], values["recent_tokens"]
         layout = CacheLayout(values["kv_heads"], values["head_dim"], key, value, *exact)
         dtype = named("dtype", COMPUTES)
-        return Setting(layout, dtype, values["sm"], values["group"], values["scaling"], MAX_BLOCK_ROWS, values["splits"])
+        return Setting(layout, dtype, values["sm"], values["group"], values["scaling"], MAX_BLOCK_ROWS)
     except ValueError as error:
         raise ValueError(f"{node.plugin_id}: {error}") from error
 
@@ -213,8 +207,8 @@ class Call:
     """Tensors by name, in order."""
     setting: Setting
     """Setting that the kernel is compiled for; a context kernel is compiled for a prompt chunk."""
-    programs: int = 0
-    """Programs over the pages of a KV head; only plan_work has this attribute."""
+    programs: int
+    """Programs over the pages of a KV head, or splits over the pages."""
 
     def dims(self, name: str) -> list[int | None]:
         """Return a tensor's dimensions, None for a dimension that varies."""
@@ -236,14 +230,11 @@ class Call:
                 expected = node_of(operation, setting.layout)
                 if expected != node:
                     raise ValueError(f"{node.plugin_id}: the setting's cache needs {expected.plugin_id}")
-        minima = {"sm": (setting.sm or 0, 80), "splits": (setting.splits, 1)}
-        if node.operation == "plan_work":
-            minima["programs"] = (self.programs, 1)
-        for name, (number, minimum) in minima.items():
+        for name, number, minimum in (("sm", setting.sm or 0, 80), ("programs", self.programs, 1)):
             if number < minimum:
                 raise ValueError(f"{node.plugin_id}: {name} must be at least {minimum}, got {number}")
         sizes: dict[str, int] = {}
-        for name, (dtype, spec) in input_specs(node, setting).items():
+        for name, (dtype, spec) in input_specs(node, setting, self.programs).items():
             tensor_type = self.tensors[name].dtype.name
             if tensor_type != DATA_TYPES[dtype]:
                 packed = " (two codes per byte)" if name == "value_pool" and setting.layout.value.packed else ""

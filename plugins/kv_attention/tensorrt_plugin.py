@@ -22,7 +22,7 @@ import tensorrt as trt
 import tensorrt.plugin as trtp
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Call, Node, all_nodes, read_setting
+from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, DATA_TYPES, Call, Node, all_nodes, read_setting
 from plugins.kv_attention.variants import context_splits, context_variant, partial_dtype, plan_grid, work_rows
 
 POINTERS = {DATA_TYPES[dtype]: pointer for dtype, pointer in aot.POINTERS.items()}
@@ -52,7 +52,7 @@ def output_descriptors(call: Call) -> Any:
         case "decode_partial":
             dims = (tensors["work"].shape_expr[0] + shape[0], shape[1], shape[3])
         case "context_partial":
-            dims = (shape[0], shape[1], number(context_splits(setting.splits)), shape[2], shape[3])
+            dims = (shape[0], shape[1], number(context_splits(call.programs)), shape[2], shape[3])
         case "decode_reduce":
             dims = (tensors["sequences"].shape_expr[0], number(1), shape[1], shape[2])
         case "context_reduce":
@@ -126,7 +126,7 @@ def launch_grid(call: Call) -> tuple[Any, Any, Any]:
         case "context_partial":
             columns = context_variant(setting).constants["N"]
             blocks = (size("query", 1) * setting.group + (columns - 1)) // columns
-            return _product(size("query", 0), blocks), heads, context_splits(setting.splits)
+            return _product(size("query", 0), blocks), heads, context_splits(call.programs)
         case "context_reduce":
             return _product(size("partial_acc", 0), size("partial_acc", 1)) * setting.q_heads, 1, 1
 
@@ -139,7 +139,7 @@ def _product(first: Any, second: Any) -> Any:
 def declare(node: Node) -> None:
     """Register one operation with TensorRT: its outputs, its types, and its kernel."""
     inputs = [_parameter(name, trtp.TensorDesc) for name in node.inputs]
-    attributes = [_parameter(name, kind) for name, kind in node.attributes.items()]
+    attributes = [_parameter(name, kind) for name, kind in ATTRIBUTES.items()]
     single, several = trtp.TensorDesc, tuple[(trtp.TensorDesc,) * len(node.outputs)]  # type: ignore[misc]
     outputs = _parameter("outputs", several)
     register_signature = inspect.Signature(
@@ -157,7 +157,7 @@ def declare(node: Node) -> None:
         except TypeError as error:
             raise TypeError(f"{node.plugin_id}: {error}") from error
         tensors, setting = {name: bound[name] for name in node.inputs}, read_setting(node, bound)
-        return Call(node, tensors, setting, bound.get("programs", 0)), bound.get("outputs")
+        return Call(node, tensors, setting, bound["programs"]), bound.get("outputs")
 
     def register(*args: Any, **kwargs: Any) -> Any:
         return output_descriptors(call(register_signature, args, kwargs)[0])

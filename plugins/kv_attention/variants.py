@@ -104,8 +104,6 @@ class Setting:
     """Factor of the scores before the softmax."""
     rows: int = 1
     """Expected query rows per sequence and KV head: new tokens times `group`."""
-    splits: int = 1
-    """Splits of context_partial over the pages."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.group <= GROUP_LIMIT:

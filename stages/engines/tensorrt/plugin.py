@@ -17,14 +17,13 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import CONTEXT_REDUCE, NAMESPACE, PLAN, REDUCE, Node, attributes_of, node_of
 from plugins.kv_attention.variants import MAX_BLOCK_ROWS, Setting, context_blocks, context_variant, decode_variant
 from stages.engines.base import Mode
 from stages.engines.bundle import sm_number
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
-from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
+from stages.engines.paged.kernel_layout import choose_layers
 from stages.engines.tensorrt import build
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.arithmetic_onnx import NUMPY_FLOATS, cache_arithmetic, layer_function
@@ -42,12 +41,45 @@ def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **argu
 
 
 def insert_plugin(model: onnx.ModelProto, mode: Mode, info: ModelInfo, limits: PlanLimits, *, sm: int) -> dict[int, str]:
-    """Put the plugin into the layers that the kernels support, in place; return layer -> reason for the other layers."""
+    """Put the plugin into the layers that the kernels support, in place; return layer -> reason for the other layers.
+
+    The plugin for chunks expects new tokens in the memory order of the decoder's linear layers (all heads of a token together),
+    but the graph orders them by head. Transposes are inserted before the plugin; they cancel out with the decoder's own.
+    """
     layers = choose_layers(limits.policy, info.shape, info.q_heads)
-    if layers.layouts:
-        register()
-        counts = default_counts(list(layers.layouts.values()), info, limits, sm)
-        use_plugin(model, info, limits.policy, mode, programs=counts[mode], sm=sm)
+    if not layers.layouts:
+        return layers.refusals
+    register()
+    decode = mode == "decode"
+    # The kernels multiply queries by the scaling factor in the same arithmetic as the function body.
+    scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
+    settings = {
+        # The kernels of several new tokens are compiled for the widest chunk.
+        layer: Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, scaling, MAX_BLOCK_ROWS)
+        for layer, layout in layers.layouts.items()
+    }
+    programs = default_count(mode, list(settings.values()), limits)
+    plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
+    for layer, setting in settings.items():
+        attributes = attributes_of(setting, programs)
+        node, names = _attention(model, info, limits.policy, layer)
+        names |= plan
+        if decode and not any(call.name == PLAN.operation for call in model.graph.node):
+            # The number of exact tokens is the policy's, so the work list is the same in every layer.
+            model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
+        transposes = []
+        for role in () if decode else ("query", "key", "value"):
+            by_token = f"{role}.by_token.{layer}"
+            transposes.append(helper.make_node("Transpose", [names[role]], [by_token], name=by_token, perm=[0, 2, 1, 3]))
+            names[role] = by_token
+        attention = node_of("decode_partial" if decode else "context_partial", setting.layout)
+        join = REDUCE if decode else CONTEXT_REDUCE
+        sums = {name: f"{name}.{layer}" for name in attention.outputs}
+        inputs = [names[name] for name in attention.inputs]
+        attend = plugin_node(attention, inputs, list(sums.values()), attributes, layer)
+        parts = [(names | sums)[name] for name in join.inputs]
+        reduce = plugin_node(join, parts, list(node.output), attributes, layer)
+        _replace(model, node, [*transposes, attend, reduce])
     return layers.refusals
 
 
@@ -56,8 +88,8 @@ def register() -> None:
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: PlanLimits, sm: int) -> dict[Mode, int]:
-    """Return the number of programs (decode) and of splits (prefill) that fill this GPU, the minimum over all layouts.
+def default_count(mode: Mode, settings: Sequence[Setting], limits: PlanLimits) -> int:
+    """Return the number of programs (decode) or of splits (prefill) that fill this GPU, the minimum over all settings.
 
     The programs of a decode step divide the pages of a KV head among themselves. The splits of a prefill divide the pages of a
     sequence, and their number is chosen for a chunk of the largest size.
@@ -66,58 +98,15 @@ def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Plan
 
     from plugins.kv_attention import launch
 
-    pages, sm_count = limits.sequence_pages, launch.sm_count(torch.device("cuda"))
-    # The kernels of several new tokens are compiled for the widest chunk.
-    settings = [
-        Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=MAX_BLOCK_ROWS) for layout in layouts
-    ]
-    resident = min(decode_variant(setting).resident for setting in settings)
+    pages, kv_heads, sm_count = limits.sequence_pages, settings[0].layout.kv_heads, launch.sm_count(torch.device("cuda"))
+    if mode == "decode":
+        resident = min(decode_variant(setting).resident for setting in settings)
+        return launch.choose_programs(limits.max_batch, kv_heads, pages, sm_count=sm_count, resident=resident)
     splits = []
     for variant in map(context_variant, settings):
         blocks = context_blocks(limits.chunk, 1, variant, ragged=False)
-        splits.append(launch.choose_splits(blocks, info.kv_heads, pages, sm_count * variant.resident))
-    programs = launch.choose_programs(limits.max_batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
-    return {"decode": programs, "prefill": min(splits)}
-
-
-def use_plugin(
-    model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode, *, programs: int, sm: int
-) -> KernelLayers:
-    """Replace the attention of every layer that the kernels support, in place; return the choice of layers.
-
-    The plugin for chunks expects new tokens in the memory order of the decoder's linear layers (all heads of a token together),
-    but the graph orders them by head. Transposes are inserted before the plugin; they cancel out with the decoder's own.
-    """
-    layers = choose_layers(policy, info.shape, info.q_heads)
-    decode = mode == "decode"
-    # The kernels multiply queries by the scaling factor in the same arithmetic as the function body.
-    scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
-    group = info.q_heads // info.kv_heads
-    splits = 1 if decode else programs
-    plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
-    for layer, layout in layers.layouts.items():
-        # The kernels of several new tokens are compiled for the widest chunk.
-        setting = Setting(layout, info.compute_dtype, sm, group, scaling, MAX_BLOCK_ROWS, splits)
-        node, names = _attention(model, info, policy, layer)
-        names |= plan
-        if decode and not any(call.name == PLAN.operation for call in model.graph.node):
-            # The number of exact tokens is the policy's, so the work list is the same in every layer.
-            attributes = attributes_of(PLAN, setting, programs)
-            model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
-        transposes = []
-        for role in () if decode else ("query", "key", "value"):
-            by_token = f"{role}.by_token.{layer}"
-            transposes.append(helper.make_node("Transpose", [names[role]], [by_token], name=by_token, perm=[0, 2, 1, 3]))
-            names[role] = by_token
-        attention = node_of("decode_partial" if decode else "context_partial", layout)
-        join = REDUCE if decode else CONTEXT_REDUCE
-        sums = {name: f"{name}.{layer}" for name in attention.outputs}
-        inputs = [names[name] for name in attention.inputs]
-        attend = plugin_node(attention, inputs, list(sums.values()), attributes_of(attention, setting, programs), layer)
-        parts = [(names | sums)[name] for name in join.inputs]
-        reduce = plugin_node(join, parts, list(node.output), attributes_of(join, setting, programs), layer)
-        _replace(model, node, [*transposes, attend, reduce])
-    return layers
+        splits.append(launch.choose_splits(blocks, kv_heads, pages, sm_count * variant.resident))
+    return min(splits)
 
 
 def _attention(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, layer: int) -> tuple[onnx.NodeProto, dict[str, str]]:

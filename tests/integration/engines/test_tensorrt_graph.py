@@ -15,19 +15,18 @@ from onnx import helper
 from benchmarks import attention_reference as reference
 from plugins.kv_attention import launch
 from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
-from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPH, WEIGHTS_FILE, Bundle
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import load_engine as load_onnx
-from stages.engines.paged.kernel_layout import KernelLayers
+from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt.bundle import one_token
-from stages.engines.tensorrt.plugin import insert_plugin, use_plugin
+from stages.engines.tensorrt.plugin import insert_plugin
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.arithmetic_onnx import FLOAT_TYPES
 from stages.policies.policy import KVPolicy, LayerOverride
 
-COUNT, SM = 3, 89
+SM = 89
 
 AGED = KVPolicy(
     name="aged", key=fmt("fp8_e4m3", "per_head"), value=int4_groups(32), sink_tokens=4, recent_tokens=60,
@@ -57,11 +56,16 @@ class PluginGraphs:
 
 def make_plugin_graphs(onnx_bundle: Path, policy: KVPolicy) -> PluginGraphs:
     described, _, _ = open_bundle(onnx_bundle, Bundle, BACKEND)
+    info, limits = described.model, PlanLimits(policy, 4, 512)
     model, prefill = (onnx.load(onnx_bundle / GRAPH, load_external_data=False) for _ in range(2))
     one_token(model.graph)
-    layers = use_plugin(model, described.model, policy, "decode", programs=COUNT, sm=SM)
-    assert use_plugin(prefill, described.model, policy, "prefill", programs=COUNT, sm=SM) == layers
-    return PluginGraphs(onnx_bundle, described, model, prefill, layers, PlanLimits(policy, 4, 512))
+    layers = choose_layers(policy, info.shape, info.q_heads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.engines.tensorrt.plugin.register", lambda *_: None)
+        patch.setattr(launch, "sm_count", lambda _: 132)
+        assert insert_plugin(model, "decode", info, limits, sm=SM) == layers.refusals
+        assert insert_plugin(prefill, "prefill", info, limits, sm=SM) == layers.refusals
+    return PluginGraphs(onnx_bundle, described, model, prefill, layers, limits)
 
 
 def run_attention(plugin_graphs: PluginGraphs, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -174,19 +178,9 @@ def test_the_plugin_gets_the_inputs_of_the_replaced_function(
         assert scaled_error > 5 * tolerance  # a wrong scaling would be noticed
 
 
-def test_layers_without_the_plugin_have_a_reason(graphs: dict[str, PluginGraphs], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.engines.tensorrt.plugin.register", lambda *_: None)
-    monkeypatch.setattr(launch, "sm_count", lambda _: 132)
-    plugin_graphs = graphs["aged"]
-    operations: dict[Mode, str] = {"decode": "decode_partial", "prefill": "context_partial"}
-    for mode, operation in operations.items():
-        model = onnx.load(plugin_graphs.onnx_bundle / GRAPH, load_external_data=False)
-        before = model.SerializeToString()
-        without = replace(plugin_graphs.limits, policy=BY_NAME["int8_asym"])  # formats that the kernels do not support
-        insert_plugin(model, mode, plugin_graphs.bundle.model, without, sm=SM)
-        assert model.SerializeToString() == before
-        native = insert_plugin(model, mode, plugin_graphs.bundle.model, plugin_graphs.limits, sm=SM)
-        assert native == {1: INT4_KEYS}
-        operators = {node.op_type for node in model.graph.node}
-        assert {f"{operation}_kstatic_vdynamic_exact", "PagedAttention_1"} <= operators
-        assert "PagedAttention_0" not in operators
+def test_a_graph_without_supported_layers_is_unchanged(graphs: dict[str, PluginGraphs]) -> None:
+    model = onnx.load(graphs["aged"].onnx_bundle / GRAPH, load_external_data=False)
+    before = model.SerializeToString()
+    unsupported = replace(graphs["aged"].limits, policy=BY_NAME["int8_asym"])
+    assert set(insert_plugin(model, "decode", graphs["aged"].bundle.model, unsupported, sm=SM)) == {0, 1}
+    assert model.SerializeToString() == before

@@ -18,6 +18,7 @@ from helpers.tensorrt.builder import PluginInput, PluginPart, Run, Triple
 
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
+    ATTRIBUTES,
     CONTEXT_REDUCE,
     DATA_TYPES,
     PLAN,
@@ -58,7 +59,7 @@ class PluginCase:
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.layout, self.compute, self.sm, self.group, SCALING, MAX_BLOCK_ROWS, splits=self.programs)
+        return Setting(self.layout, self.compute, self.sm, self.group, SCALING, MAX_BLOCK_ROWS)
 
     @property
     def batch(self) -> Triple:
@@ -75,15 +76,16 @@ class PluginCase:
         return tuple(y + b for y, b in zip(self.rows, self.batch, strict=True))  # type: ignore[return-value]
 
     def tensors(self, node: Node) -> dict[str, PluginInput]:
-        specs = input_specs(node, self.setting)
+        specs = input_specs(node, self.setting, self.programs)
         sizes = self.sizes | {letter: n[0] if len(set(n)) == 1 else n for letter, n in (("Y", self.rows), ("R", self.parts))}
         return {
             name: PluginInput(DATA_TYPES[dtype], tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims))
             for name, (dtype, dims) in specs.items()
         }
 
-    def attributes(self, node: Node) -> dict[str, int | float]:
-        return attributes_of(node, self.setting, self.programs)
+    @property
+    def attributes(self) -> dict[str, int | float]:
+        return attributes_of(self.setting, self.programs)
 
 
 CASES = {
@@ -133,7 +135,7 @@ def check_kernel(plan: PluginPart, node: Node, case: PluginCase, extras: list[Tr
 
 def test_tensorrt_reads_every_operations_inputs_and_attributes(tensorrt: Run) -> None:
     assert tensorrt(builder.declared) == {
-        node.plugin_id: (list(node.inputs), node.attributes, list(node.attributes), len(node.outputs))
+        node.plugin_id: (list(node.inputs), ATTRIBUTES, list(ATTRIBUTES), len(node.outputs))
         for node in all_nodes()
     }  # fmt: skip
 
@@ -173,7 +175,7 @@ def test_every_operation_matches_its_kernel(name: str, tensorrt: Run) -> None:
     case = CASES[name]
     for node, (outputs, grid, extras) in expected_launches(case).items():
         assert node.operation in ("plan_work", "decode_reduce", "context_reduce") or node.plugin_id.endswith(case.suffix)
-        plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
+        plan = tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes)
         assert plan.outputs == outputs
         assert plan.grid == grid
         check_kernel(plan, node, case, extras)
@@ -192,7 +194,7 @@ def test_attention_has_the_work_list_and_the_functions_inputs(name: str, sinks: 
     spec = AttentionSpec(info, policy, layer=0)
     (layout,) = check_kernels(policy, info.shape, q_heads=8)
     node = node_of("decode_partial", layout)
-    specs = input_specs(node, Setting(layout, "float16", group=4))
+    specs = input_specs(node, Setting(layout, "float16", group=4), programs=1)
     assert sorted(specs) == sorted(["query", "key", "value", *spec.tables, *PLAN.outputs, *spec.cache])
     for table, dims in spec.tables.items():
         assert specs[table] == ("int32", dims)
@@ -226,7 +228,7 @@ def test_an_input_or_attribute_that_no_kernel_knows_is_named(
 ) -> None:
     case = CASES["fp8k_int4v"]
     node = PLAN if tensor == "programs" else node_of("decode_partial", case.layout)
-    tensors, attributes = case.tensors(node), case.attributes(node)
+    tensors, attributes = case.tensors(node), case.attributes
     if tensor in tensors:
         descriptor = tensors[tensor]
         tensors[tensor] = PluginInput(dtype or descriptor.dtype, dims or descriptor.dims)
