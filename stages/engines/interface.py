@@ -172,14 +172,17 @@ class Engine(ABC):
         """
         joining = [request for request in live if request.sequence < 0]
         if joining:
-            handles, logits = self.prefill([request.tokens for request in joining])
-            for request, handle in zip(joining, handles, strict=True):
-                request.sequence, request.stored = handle, len(request.tokens)
-            return joining, logits
+            return joining, self._prefill_requests(joining)
         logits = self.decode([request.sequence for request in live], [request.tokens[-1] for request in live])
         for request in live:
             request.stored += 1
         return live, logits
+
+    def _prefill_requests(self, joining: Sequence[Continuation]) -> Logits:
+        handles, logits = self.prefill([request.tokens[: request.prompt_tokens] for request in joining])
+        for request, handle in zip(joining, handles, strict=True):
+            request.sequence, request.stored = handle, request.prompt_tokens
+        return logits
 
     def _release_all(self, continuations: Sequence[Continuation]) -> None:
         self.release([request.sequence for request in continuations if request.sequence >= 0])

@@ -104,7 +104,7 @@ class PagedEngine(ChunkedEngine):
                     self.release([request.sequence])
                     live.remove(request)
         finally:
-            self.release([request.sequence for request in live if request.sequence >= 0])
+            self._release_all(live)
         return [ServedRequest(np.stack(request.rows), request.preempted, reused=0, pages=request.pages) for request in arrived]
 
     def _schedule(self, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
@@ -144,12 +144,6 @@ class PagedEngine(ChunkedEngine):
             if pages > self.pool.max_pages:
                 return count
         return len(joining)
-
-    def _prefill_requests(self, joining: Sequence[Continuation]) -> Logits:
-        handles, logits = self.prefill([request.tokens[: request.prompt_tokens] for request in joining])
-        for request, handle in zip(joining, handles, strict=True):
-            request.sequence, request.stored = handle, request.prompt_tokens
-        return logits
 
     def _preempt(self, request: Continuation) -> None:
         self.release([request.sequence])
