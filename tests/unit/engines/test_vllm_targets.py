@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from helpers.engines.interpreters import config_of, make_interpreter
+from helpers.engines.interpreters import config_of
 from helpers.policies.shipped import SHIPPED, conf
 
 import stages.engines.interpreter
@@ -20,7 +20,7 @@ from stages.checkpoints.quantized import Quantized
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.engines.backend import Job
 from stages.engines.interpreter.backend import CHECKPOINT
-from stages.engines.interpreter.process import Interpreter, inspect_interpreter
+from stages.engines.interpreter.process import Interpreter
 from stages.engines.vllm.backend import (
     PROGRAM,
     VllmBackend,
@@ -48,12 +48,6 @@ def interpreter(**changes: Any) -> Interpreter:
     defaults = {"release": "0.32.0", "platform": "cpu", "cache_dtypes": ["auto", "bfloat16"], "refused": {}}
     fields = {"python": "3.12.3", "devices": [], **defaults, **changes}
     return Interpreter(PROGRAM, "python", VllmDescription.model_validate(fields))
-
-
-def test_an_old_release_is_refused_with_the_needed_one(tmp_path: Path) -> None:
-    old = interpreter(release="0.11.2").description.model_dump_json()
-    with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.26 or later; make vllm"):
-        inspect_interpreter(PROGRAM, make_interpreter(tmp_path / "bin", says=f'{{"ok": {old}}}'))
 
 
 @pytest.mark.parametrize(
