@@ -16,21 +16,14 @@ from safetensors.numpy import load_file
 from tensorrt_llm.facts import ENGINE, MODE, parse, rewrite
 
 
-def weights_of(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Stand-in for preprocess_weights and load: add the cache's scale and its reciprocal; check that tensors exist."""
+def weights_of(path: Path) -> dict[str, Any]:
+    """Stand-in for preprocess_weights and load: add the cache's scale and its reciprocal."""
     tensors = load_file(path)
     for name in [name for name in tensors if name.endswith(".k_cache_scaling_factor")]:
         value = tensors.pop(name.replace(".k_cache", ".v_cache"))
         tensors[name.replace(".k_cache", ".kv_cache")] = np.maximum(tensors.pop(name), value)
     for name in [name for name in tensors if name.endswith(".kv_cache_scaling_factor")]:
         tensors.setdefault(name.replace("scaling_factor", "rcp_scaling_factor"), 1.0 / tensors[name])
-    quantized = config["quantization"].get("kv_cache_quant_algo") is not None
-    for template in ENGINE["tensors"]["names"]:
-        for layer in range(config["num_hidden_layers"]):
-            name = template.format(layer=layer)
-            needed = ".k_cache" not in name and ".v_cache" not in name and (quantized or ".kv_cache" not in name)
-            if needed and name not in tensors:
-                raise RuntimeError(f"Required but not provided tensors:{{{name!r}}}")
     return tensors
 
 
@@ -62,7 +55,7 @@ def main() -> None:
     config["logits_dtype"] = flags["logits_dtype"]
     out.mkdir(parents=True)
     for rank in range(config["mapping"]["tp_size"]):
-        tensors = weights_of(source / f"rank{rank}.safetensors", config)
+        tensors = weights_of(source / f"rank{rank}.safetensors")
         scale = tensors.get("transformer.layers.0.attention.kv_cache_scaling_factor", np.ones(1))
         rcp = tensors.get("transformer.layers.0.attention.kv_cache_rcp_scaling_factor", np.ones(1))
         embedding = np.float32(tensors["transformer.vocab_embedding.weight"])
