@@ -214,6 +214,7 @@ class EngineSteps(Artifacts):
     def make(
         self, recipe: Recipe, build: Build, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
     ) -> Artifact:
+        """Return the artifact of a recipe. `policy` and `note` complete its title; Store.make explains the other arguments."""
         # Verification reads every byte, so an artifact that this job has already verified or made is returned unverified.
         finished = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if finished is not None:

@@ -76,13 +76,8 @@ class Artifacts(Protocol):
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
         ...
 
-    def make(
-        self, recipe: Recipe, build: Build, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
-    ) -> Artifact:
-        """Return the artifact of a recipe. If it is missing, `build` makes it.
-
-        `policy` and `note` complete the artifact's title. `pipeline.store.store.Store.make` explains `resumable`.
-        """
+    def make(self, recipe: Recipe, build: Build) -> Artifact:
+        """Return the artifact of a recipe. If it is missing, `build` makes it."""
         ...
 
 
