@@ -10,7 +10,7 @@ import numpy as np
 
 from stages.core.records import finite
 from stages.evaluate.decoding.stored import JudgedAnswer, Round, probability
-from stages.evaluate.distances.distance import Array, StepStatistics, TokenStatistics, join_statistics
+from stages.evaluate.distances.distance import StepStatistics, TokenStatistics, join_statistics
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised
@@ -89,10 +89,6 @@ def join(
     return JoinedEvaluation(report, rows)
 
 
-def _mean(values: Array) -> float | None:
-    return finite(float(values.mean()))
-
-
 def _acceptance(baseline: JudgedAnswer, candidate: JudgedAnswer) -> dict[str, Acceptance]:
     return {
         name: Acceptance(
@@ -110,7 +106,7 @@ def make_row(
     item: EncodedSample, steps: StepStatistics, baseline: JudgedAnswer | None, candidate: JudgedAnswer | None
 ) -> SampleRow:
     """Build the row of a sample. The answers are None if the sample is not judged, or if none were generated."""
-    sample = item.sample
+    sample, summary = item.sample, fidelity(steps)
     return SampleRow(
         id=sample.id,
         workload=sample.workload,
@@ -123,14 +119,14 @@ def make_row(
         reference=sample.reference if candidate else None,
         baseline_generation=baseline.text if baseline else None,
         candidate_generation=candidate.text if candidate else None,
-        mean_kl=_mean(steps.kl),
-        max_kl=_mean(steps.kl.max(keepdims=True)),
+        mean_kl=summary.kl_mean,
+        max_kl=summary.kl_max,
         far_tokens=int((steps.kl > FAR_KL).sum()),
-        baseline_nll=_mean(steps.baseline_nll),
-        candidate_nll=_mean(steps.candidate_nll),
-        top1_agreement=_mean(steps.top1),
-        top10_overlap=_mean(steps.top10),
-        non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
+        baseline_nll=summary.baseline_nll,
+        candidate_nll=summary.candidate_nll,
+        top1_agreement=summary.top1_agreement,
+        top10_overlap=summary.top10_overlap,
+        non_finite_steps=summary.non_finite_steps,
         difficulty=sample.difficulty,
         round=item.round,
         acceptance=_acceptance(baseline, candidate) if baseline and candidate else {},
