@@ -100,7 +100,8 @@ def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str,
     """Return the secrets in environment variables, plain and in the encodings of a URI, longest first."""
     values: set[str] = set()
     for name, value in (map(os.fsdecode, variable) for variable in environ):
-        if secret_name(name) and not os.path.exists(value):  # GOOGLE_APPLICATION_CREDENTIALS names a file
+        # GOOGLE_APPLICATION_CREDENTIALS names a file. A relative path could be a password that some folder has as its name.
+        if secret_name(name) and not (os.path.isabs(value) and os.path.exists(value)):
             values.add(value)
         userinfo = value.partition("://")[2].rpartition("@")[0]
         values.add(userinfo.partition(":")[2])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,15 @@ def test_the_path_of_a_credentials_file_is_not_masked(tmp_path: Path) -> None:
     (tmp_path / "credentials.json").touch()
     environ = {"GOOGLE_CREDENTIALS": str(tmp_path / "credentials.json"), "TOKEN": "ab"}
     assert redact_text(f"{tmp_path}/credentials.json ab", environ) == f"{tmp_path}/credentials.json ab"
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_a_secret_that_a_file_here_has_as_its_name_is_masked(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "artifacts")
+    assert redact_text("it failed (artifacts)", {"DB_PASSWORD": "artifacts"}) == f"it failed ({MASK})"
 
 
 @pytest.mark.usefixtures("planted")
