@@ -255,7 +255,7 @@ class Engines:
         not_passed = {candidate.engine.digest: candidate for candidate in candidates if candidate.verdict != "PASS"}
         for candidate in candidates:
             digest, other = candidate.report.digest, not_passed.get(candidate.engine.digest)
-            tested = candidate.metrics.get(TESTED_TOKENS, math.inf)
+            tested = candidate.metrics.get(TESTED_TOKENS, 0.0)
             if digest in rolled_back:
                 why = f"was rolled back at {rolled_back[digest]}: judge it again on other samples"
             elif other is not None:  # the best of several verdicts on one engine would pass too often

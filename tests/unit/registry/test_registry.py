@@ -220,6 +220,14 @@ def test_a_trial_on_short_questions_does_not_replace_the_champion(registry: Memo
     assert promote(registry, trial, name="int4").champion == "int4"
 
 
+def test_a_candidate_without_a_tested_length_does_not_replace_the_champion(registry: MemoryRegistry) -> None:
+    champion = registry.judge("fp8")
+    registry.change(champion.version, metrics={**champion.metrics, "quality/covered_tokens": 140.0})
+    promote(registry, champion)
+    with pytest.raises(GateRefusal, match="int4: PASS, but it was tested up to 0 tokens, and the champion"):
+        promote(registry, registry.judge("int4", 2000))
+
+
 def test_the_best_of_several_verdicts_on_one_engine_is_not_promoted(registry: MemoryRegistry) -> None:
     """`-m seed=0,1` judges an engine twice, and a PASS by chance becomes more likely."""
     first, small = registry.judge("fp8", 2000), registry.judge("int8", 1000)
