@@ -107,7 +107,7 @@ def decode(
 ) -> Iterator[DecodeStep | SampleResult]:
     """Yield the logits that predict each reference token, and each sample once it has finished.
 
-    All sequences are released at the end.
+    All sequences are released at the end, also if the caller closes the generator early.
 
     Args:
         stopping: End conditions of the answers to judged samples; None if no answers are wanted.
@@ -261,6 +261,13 @@ class Batch:
         """Decode the samples with these indices. Yield the steps of forced decode, and each sample once it has finished."""
         self.queue = deque(sort_by_length(self.encoded, indices))
         self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
+        try:
+            yield from self._steps()
+        except GeneratorExit:
+            self.engine.release([*(sequence.handle for sequence in (*self.live, *self.forks)), *self.prefixes.values()])
+            raise
+
+    def _steps(self) -> Iterator[DecodeStep | SampleResult]:
         while self.queue or self.live or self.forks:
             self._fill()
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])

@@ -1,7 +1,8 @@
 """Forced and greedy decode: the inputs of the engine, their order, and the answers. Prefill logits are never scored."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,3 +241,14 @@ def test_an_engine_without_room_for_forks_does_not_fork() -> None:
     assert engine.forks == 0
     answers_of(engine, encode(QUESTIONS, CharTokenizer(), 9), 3)
     assert engine.forks == len(QUESTIONS) + 1
+
+
+@pytest.mark.parametrize("make", [fake_engine, sharing_engine])
+def test_a_decode_that_the_caller_stops_early_releases_its_sequences(make: Callable[..., FakeEngine]) -> None:
+    """Whichever event is the last, live sequences, waiting forks and shared prefixes are released."""
+    items = encode(QUESTIONS, CharTokenizer(), 9)
+    arguments = (items, 2, StoppingCriteria((EOS,), 4))
+    for count in range(1, len(list(decode(make(QUESTIONS, wrong=["one1"]), *arguments))) + 1):
+        engine = make(QUESTIONS, wrong=["one1"])
+        taken = list(islice(decode(engine, *arguments), count))
+        assert (len(taken), engine.live) == (count, 0), "the generator is closed when its last reference ends"
