@@ -137,17 +137,20 @@ def _write_graph(out: Path) -> onnx.GraphProto:
 
 
 def _restore_division(graph: onnx.GraphProto) -> None:
-    """Replace x * Reciprocal(y) by x / y, in place, so that ONNX Runtime recognizes RMSNorm and runs it as one node."""
+    """Replace x * Reciprocal(y) by x / y, in place, so that ONNX Runtime recognizes RMSNorm and runs it as one node.
+
+    A product of two reciprocals stays as it is.
+    """
     reciprocals = {node.output[0]: node for node in graph.node if node.op_type == "Reciprocal"}
     for node in graph.node:
-        factor = next((name for name in node.input if name in reciprocals), None)
-        if node.op_type == "Mul" and factor is not None:
-            (x,) = (name for name in node.input if name != factor)
+        others = [name for name in node.input if name not in reciprocals]
+        if node.op_type == "Mul" and len(others) == 1:
+            (factor,) = (name for name in node.input if name in reciprocals)
             node.op_type = "Div"
-            node.input[:] = [x, reciprocals[factor].input[0]]
-    input_names = {name for node in graph.node for name in node.input}
+            node.input[:] = [*others, reciprocals[factor].input[0]]
+    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
     for output, node in reciprocals.items():
-        if output not in input_names:
+        if output not in used:
             graph.node.remove(node)
 
 

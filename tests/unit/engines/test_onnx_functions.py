@@ -9,6 +9,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx.reference
 import pytest
 import torch
 from helpers.engines.attention import FLOATS, AttentionCase, Heads
@@ -19,6 +20,7 @@ from onnx import helper
 from stages.engines.onnx.build import IR_VERSION
 from stages.engines.onnx.config import ComputeDType
 from stages.engines.onnx.engine import GraphSession
+from stages.engines.onnx.export import _restore_division
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import quantize_function
 from stages.engines.reference import formats as reference
@@ -142,3 +144,27 @@ def test_fp8_rounds_every_float16_as_ml_dtypes_and_saturates(
     np.testing.assert_array_equal(quantize(x, form, UNIT, compute)[0], expected)
     eager = reference.quantize(torch.from_numpy(x[0]), form, Static(torch.ones(1, 1, 1), None))
     np.testing.assert_array_equal(eager.codes.view(torch.uint8).numpy(), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("factors", "outputs", "operators"),
+    [
+        ("x r", "z", ["Div"]),
+        ("r x", "z", ["Div"]),
+        ("r r", "z", ["Reciprocal", "Mul"]),
+        ("r s", "z", ["Reciprocal", "Reciprocal", "Mul"]),
+        ("x r", "z r", ["Reciprocal", "Div"]),
+    ],
+)
+def test_a_product_with_a_reciprocal_becomes_an_equal_division(factors: str, outputs: str, operators: list[str]) -> None:
+    nodes = [helper.make_node("Reciprocal", ["y"], ["r"]), helper.make_node("Reciprocal", ["x"], ["s"])]
+    nodes = [*nodes[: 1 + ("s" in factors)], helper.make_node("Mul", factors.split(), ["z"])]
+    x, y = (helper.make_tensor_value_info(name, FLOAT, [2]) for name in "xy")
+    graph = helper.make_graph(nodes, "g", [x, y], [helper.make_tensor_value_info(name, FLOAT, [2]) for name in outputs.split()])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    inputs = {"x": np.array([3.0, 4.0], np.float32), "y": np.array([2.0, 8.0], np.float32)}
+    before = onnx.reference.ReferenceEvaluator(model).run(None, inputs)
+    _restore_division(model.graph)
+    assert [node.op_type for node in model.graph.node] == operators
+    for expected, actual in zip(before, onnx.reference.ReferenceEvaluator(model).run(None, inputs), strict=True):
+        np.testing.assert_allclose(actual, expected)
