@@ -1,5 +1,6 @@
 """The compiled attention kernel against the graph function that it replaces, and how it is compiled and chosen."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,19 @@ def test_a_library_is_compiled_once_for_its_heads_and_flags(own_cache: Path, mon
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DOTHER"))
     assert len(libraries | {compiled_kernel(64, 2)}) == 4
     assert len(list(own_cache.iterdir())) == 4
+
+
+def test_libraries_and_compilations_that_nobody_uses_are_removed(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, ("sh", "-c", 'for last; do out=$previous; previous=$last; done; : > "$out"', "cc"))
+    unused, used = compiled_kernel(64, 2), compiled_kernel(64, 3)
+    killed = own_cache / "compile-killed"
+    killed.mkdir()
+    (killed / "kernel.so").touch()
+    for path in (unused, used, killed):
+        os.utime(path, (0, 0))
+    assert compiled_kernel(64, 3) == used
+    compiled = compiled_kernel(64, 4)
+    assert set(own_cache.iterdir()) == {used, compiled}
 
 
 @pytest.mark.usefixtures("own_cache")

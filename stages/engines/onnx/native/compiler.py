@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,9 @@ FEATURES = {"avx2", "f16c", "fma"}
 
 TIMEOUT_S = 300
 """Time limit of a compilation in seconds; on an idle machine it takes a few seconds."""
+
+UNUSED_S = 30 * 24 * 3600.0
+"""Seconds since the last use after which a library, or the folder of a killed compilation, is removed."""
 
 HINT = "install a C compiler (Debian: gcc and libc6-dev) or `pip install 'ziglang>=0.13'`, or set backend.attention=graph"
 
@@ -89,18 +93,20 @@ def kernel_digest(compiler: Compiler) -> str:
 def compiled_kernel(head_dim: int, group: int) -> Path:
     """Return the kernel's library for heads of `head_dim` channels and `group` query heads per KV head; compile it if needed.
 
-    A file whose bytes do not match the digest in its name is removed and compiled again. Concurrent processes compile to
-    separate files. Raises MissingRequirement if there is no compiler or it refuses the sources; UserError as
-    `cache_folder`.
+    A file whose bytes do not match the digest in its name is removed and compiled again. A compilation also removes everything
+    that was not used for UNUSED_S. Concurrent processes compile to separate files. Raises MissingRequirement if there is no
+    compiler or it refuses the sources; UserError as `cache_folder`.
     """
     compiler = require_compiler()
     folder = cache_folder()
     name = f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}"
     for library in sorted(folder.glob(f"{name}-*.so")):
         with suppress(FileNotFoundError):  # another process removed it
+            os.utime(library)
             if library == _path_with_digest(library, folder, name):
                 return library
             library.unlink()
+    _remove_unused(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix="compile-") as work:
         out = Path(work) / f"{name}.so"
         sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
@@ -118,6 +124,13 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
             os.fsync(stream.fileno())
         out.chmod(0o500)
         return out.replace(_path_with_digest(out, folder, name))
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process removed it
+            if time.time() - path.lstat().st_mtime > UNUSED_S:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _path_with_digest(file: Path, folder: Path, name: str) -> Path:
