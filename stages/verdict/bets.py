@@ -146,11 +146,11 @@ class Mean:
         target = -math.log(pass_level)
         value = mean if self.uncapped else float(np.minimum(self.values, self.cap).mean())
         bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= target))
-        bound = bound if self.uncapped else min(bound, self.cap)
-        if not self.passes(pass_level):
-            bound = min(bound, float(self._student_bound(t_level)))
+        by_bet = bool(self.passes(pass_level))
+        by_student = math.inf if by_bet else float(self._student_bound(t_level))
+        bound = min(bound if self.uncapped else min(bound, self.cap), by_student)
         level = pass_level + t_level
-        if self.passes(pass_level, t_level):
+        if by_bet or by_student <= self.limit:
             return Result(decision="PASS", value=value, bound=min(bound, self.limit), level=level)
         return Result(decision=None, value=value, bound=bound, level=level)
 

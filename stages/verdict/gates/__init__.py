@@ -22,9 +22,6 @@ from stages.verdict.gates import answers, checks, distances
 from stages.verdict.report import EvaluationReport, SampleRow
 from stages.verdict.verdict import ALL, ALPHA, MAX_SAMPLES, Check, Gate, Status, Thresholds, Verdict
 
-Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
-"""The function `decide`, bound to its thresholds."""
-
 FIGURES: tuple[Callable[[GateInput, Thresholds], Iterable[Figure]], ...] = (
     answers.recovery,
     answers.accuracy,

@@ -19,9 +19,8 @@ from stages.core.errors import GateRefusal
 from stages.policies.policy import FP16_POLICY
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Limits
-from stages.verdict.gates import Decide
-from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, load_report, load_rows
-from stages.verdict.verdict import Check, Gate, LineStatus, Status
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.verdict import Check, Gate, LineStatus, Status, Verdict
 
 CLASSES = ("retrieval", "copy")
 
@@ -80,7 +79,7 @@ def engines_of(
     registry: Any,
     candidates: Iterable[Candidate],
     replay: Callable[[Candidate], Sequence[Finding]] = compare_identity,
-    decide: Decide | None = None,
+    decide: Callable[[EvaluationReport, Sequence[SampleRow]], Verdict] | None = None,
     built_for: Limits | None = None,
 ) -> Engines:
     """Return the registered engines of candidates, all built for the same limits. Verdicts stay if `decide` is None."""
