@@ -112,6 +112,7 @@ def registered_engine(
         beyond=beyond,
         policy=policy,
         workloads=frozenset(row.workload for row in evidence.rows),
+        questions=report.workloads_digest,
         replay=lambda: first_refusal(replay(evidence, signing)),
     )
 
@@ -151,7 +152,9 @@ def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool
             with_questions(evidence, config.workloads, copy)
             directories[version.identity_digest] = copy
 
-        yield Engines(registry, partial(registered_engine, directories, config.signing, gates), fetch, config.dry)
+        yield Engines(
+            registry, partial(registered_engine, directories, config.signing, gates), fetch, config.dry, config.gates.attempt
+        )
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:

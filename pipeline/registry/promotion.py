@@ -9,6 +9,9 @@ A promotion tags the version with its author, the time and the replaced version.
 removes `previous`, so a second rollback (two people, a CI retry) is an error and does not bring the bad engine back. A version
 that was rolled back is chosen again only after a new evaluation (another report) or by name. A candidate that was tested on
 much shorter contexts than the champion is chosen only by name.
+
+An engine may pass by chance if it is judged on one set of questions after the other. So an engine that did not pass on other
+questions is chosen only if `gates.attempt` is greater than the number of these sets, or by name.
 """
 
 import math
@@ -27,6 +30,7 @@ from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.engines.config import is_least_preferred
 from stages.policies.policy import KVPolicy
 from stages.verdict.candidate import Candidate
+from stages.verdict.verdict import Check
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -54,6 +58,13 @@ class PromotionMove:
     """Digest of a report -> reason why its candidate is not promoted, or only by name."""
 
 
+def is_attempt(checks: Sequence[Check]) -> bool:
+    """Return whether questions alone prevented a PASS. Otherwise, as in a quick check, no questions could have given a PASS."""
+    failed = [check.gate.samples_decide for check in checks if check.status == "FAIL"]
+    undecided = [check.gate.samples_decide for check in checks if check.status == "INCONCLUSIVE"]
+    return any(failed) or (not failed and bool(undecided) and all(undecided))
+
+
 def live_tokens(candidate: Candidate) -> float:
     """Return the number of live tokens that fit into the memory that all evaluations assume; -inf if unknown."""
     return candidate.metrics.get("memory/max_live_tokens", -math.inf)
@@ -67,6 +78,8 @@ class RegisteredEngine:
     """How the engine's bundle exceeds the limits that the verdict covers; None if it stays within them."""
     policy: KVPolicy
     workloads: frozenset[str]
+    questions: str
+    """Digest of the questions (`EvaluationReport.workloads_digest`)."""
     replay: Callable[[], GateRefusal | MissingRequirement | None]
     """Checks the evidence again; returns the refusal if some part is not the same (`pipeline.evidence.reading`)."""
 
@@ -104,6 +117,8 @@ class Engines:
     copy."""
     dry: bool = False
     """Whether moves are only described."""
+    attempt: int = 1
+    """The command's `gates.attempt`."""
     _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
     """Version number -> engine that `find` has returned."""
 
@@ -253,6 +268,8 @@ class Engines:
         serving = self.model.pointed_at.get(CHAMPION)
         needed = self.registry.judged_by(serving).metrics.get(TESTED_TOKENS, 0) if serving is not None else 0
         not_passed = {candidate.engine.digest: candidate for candidate in candidates if candidate.verdict != "PASS"}
+        new = [each for each in candidates if each.verdict == "PASS" and (serving is None or each.version != serving.number)]
+        failed_attempts = {candidate.report.digest: self._failed_attempts(candidate) for candidate in new}
         for candidate in candidates:
             digest, other = candidate.report.digest, not_passed.get(candidate.engine.digest)
             tested = candidate.metrics.get(TESTED_TOKENS, 0.0)
@@ -260,6 +277,9 @@ class Engines:
                 why = f"was rolled back at {rolled_back[digest]}: judge it again on other samples"
             elif other is not None:  # the best of several verdicts on one engine would pass too often
                 why = f"is the engine of {other.name}, which is {other.verdict} in this sweep: ask more questions in one job"
+            elif len(failed := failed_attempts.get(digest, [])) >= self.attempt:
+                names = ", ".join(map(str, failed))
+                why = f"did not pass on other questions ({names}): decide it with gates.attempt={len(failed) + 1}"
             elif tested < MIN_TESTED_SHARE * needed:
                 why = (
                     f"was tested up to {tested:,.0f} tokens, and the champion, {serving}, up to {needed:,.0f}: judge it on "
@@ -269,6 +289,27 @@ class Engines:
                 continue
             excluded[digest] = f"{why}, or request it with promote.name='{candidate.name}'"
         return excluded
+
+    def not_passed(self, candidate: Candidate) -> list[Version]:
+        """Return the versions that judged the candidate's engine without a PASS, by what the registry records."""
+        others = [version for version in self.model.versions.values() if version.tags.get("verdict", "PASS") != "PASS"]
+        return [v for v in others if self.registry.judged_by(v).tags.get("engine_digest") == candidate.engine.digest]
+
+    def _failed_attempts(self, candidate: Candidate) -> list[Version]:
+        """Return a version for each other set of questions on which the candidate's engine was judged without a PASS.
+
+        Only versions with evidence here count. The command's gates decide them again, so other thresholds do not matter.
+        """
+        questions = {self.find(self.model.versions[candidate.version]).questions}
+        attempts = []
+        for version in self.not_passed(candidate):
+            with suppress(GateRefusal):
+                engine = self.find(version)
+                same_baseline = engine.candidate.baseline.digest == candidate.baseline.digest
+                if same_baseline and engine.questions not in questions and is_attempt(engine.candidate.checks):
+                    questions.add(engine.questions)
+                    attempts.append(version)
+        return attempts
 
     def _rollback_times(self) -> dict[str, str]:
         """Return digest of a report -> time at which its engine was rolled back."""

@@ -81,6 +81,7 @@ def engines_of(
     replay: Callable[[Candidate], Sequence[Finding]] = compare_identity,
     decide: Callable[[EvaluationReport, Sequence[SampleRow]], Verdict] | None = None,
     built_for: Limits | None = None,
+    attempt: int = 1,
 ) -> Engines:
     """Return the registered engines of candidates, all built for the same limits. Verdicts stay if `decide` is None."""
     by_version = {candidate.version: candidate for candidate in candidates}
@@ -100,10 +101,11 @@ def engines_of(
             beyond=report.limits.exceeded_by(built_for or Limits()) if report.limits is not None else None,
             policy=SHIPPED.get(candidate.policy, FP16_POLICY),
             workloads=frozenset(row.workload for row in rows),
+            questions=report.workloads_digest,
             replay=lambda: first_refusal(replay(candidate)),
         )
 
-    return Engines(registry, read)
+    return Engines(registry, read, attempt=attempt)
 
 
 class MemoryRegistry:
@@ -176,7 +178,7 @@ class MemoryRegistry:
 
     def judged_by(self, version: Version) -> SimpleNamespace:
         judged = self.candidates[version.number]
-        return SimpleNamespace(tags={"checkpoint_digest": judged.checkpoint}, metrics=judged.metrics)
+        return SimpleNamespace(tags={"checkpoint_digest": judged.checkpoint, **judged.citations}, metrics=judged.metrics)
 
     def set_left(self, workload: str, versions: set[str]) -> None:
         self.routes_left[workload] = set(versions)

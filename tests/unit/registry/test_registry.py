@@ -1,5 +1,6 @@
 """Promotion and rollback: the chosen candidate, refusals, and the resulting aliases."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from pipeline.registry.tracking import LostFiles, Version
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 from stages.verdict.candidate import Candidate, Cited
 from stages.verdict.coverage import Exercised, Limits
-from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from stages.verdict.verdict import Status, Verdict
+from stages.verdict.report import REPORT_FILE, EvaluationReport, SampleRow, load_report, load_rows
+from stages.verdict.verdict import Check, Gate, Status, Verdict
 
 
 @pytest.fixture
@@ -237,6 +238,53 @@ def test_the_best_of_several_verdicts_on_one_engine_is_not_promoted(registry: Me
         promote(registry, *seeds)
     assert promote(registry, *seeds, small).champion == "int8"
     assert promote(registry, *seeds, name="fp8").champion == "fp8"
+
+
+def judge_on(registry: MemoryRegistry, questions: str, verdict: Status, **changes: Any) -> Candidate:
+    """Register a verdict on one and the same engine. Unless `changes` has checks, the recovery decides it."""
+    judged = registry.judge("fp8", 1000, verdict)
+    folder = registry.folder / f"judged-{judged.version}"
+    shutil.copytree(judged.report.path.parent, folder)
+    report = load_report(folder).model_copy(update={"workloads_digest": questions})
+    (folder / REPORT_FILE).write_text(report.model_dump_json())
+    cited = Cited(path=folder / REPORT_FILE, digest=evidence_digest(folder / REPORT_FILE))
+    checks = [Check.of(Gate.RECOVERY, "all", status=verdict, text="a reason")]
+    return registry.change(judged.version, **{"report": cited, "checks": checks, **changes})
+
+
+QUICK = [Check.of(gate, "all", status="INCONCLUSIVE", text="a reason") for gate in (Gate.RECOVERY, Gate.CONFORMANCE)]
+OTHER_BASELINE = Cited(path=Path("fp16"), digest="of another baseline")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "changes", "needed"),
+    [
+        ([], {}, 1),
+        ([("a", "PASS")], {}, 1),
+        ([("a", "INCONCLUSIVE")], {}, 2),
+        ([("a", "FAIL")], {}, 2),
+        ([("a", "INCONCLUSIVE"), ("a", "FAIL"), ("b", "INCONCLUSIVE"), ("c", "PASS")], {}, 3),
+        ([("judged", "INCONCLUSIVE")], {}, 1),  # on the same questions
+        ([("a", "INCONCLUSIVE")], {"checks": QUICK}, 1),  # could not pass
+        ([("a", "INCONCLUSIVE")], {"baseline": OTHER_BASELINE}, 1),
+    ],
+)
+def test_an_engine_that_is_judged_until_it_passes_needs_as_many_attempts(
+    registry: MemoryRegistry, earlier: list[tuple[str, Status]], changes: dict[str, Any], needed: int
+) -> None:
+    for questions, verdict in earlier:
+        judge_on(registry, questions, verdict, **changes)
+    judged = judge_on(registry, "judged", "PASS")
+    for attempt in range(1, needed):
+        with pytest.raises(
+            GateRefusal,
+            match=rf"fp8: PASS, but it did not pass on other questions \(version 1 .* with gates.attempt={needed}, or",
+        ):
+            promote(registry, judged, attempt=attempt)
+    assert promote(registry, judged, attempt=needed).champion == "fp8"
+    assert "is the champion already" in promote(registry, judged).message
+    registry.aliases.clear()
+    assert promote(registry, judged, name="fp8").champion == "fp8"
 
 
 def test_a_promotion_says_that_it_replaces_another_checkpoint(registry: MemoryRegistry) -> None:
