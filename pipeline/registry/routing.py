@@ -219,6 +219,7 @@ def step_down(
         try:
             if engine.candidate.report.digest in broken:
                 raise GateRefusal("was rolled back")
+            _refuse_later_fail(engines, engine)
             if step(now, engine).keys and not quality_holds(readings):
                 raise GateRefusal("it changes the keys, which is allowed only if every quality monitor holds")
             prove(engine, workload)
@@ -227,6 +228,12 @@ def step_down(
         else:
             return engine
     raise GateRefusal(f"no smaller engine is proven for {workload}")
+
+
+def _refuse_later_fail(engines: Engines, engine: RegisteredEngine) -> None:
+    for version in engines.not_passed(engine.candidate):
+        if version.tags["verdict"] == "FAIL" and int(version.number) > int(engine.candidate.version):
+            raise GateRefusal(f"the same engine failed later, as version {version.number}")
 
 
 def prove(engine: RegisteredEngine, workload: str) -> None:

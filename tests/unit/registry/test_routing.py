@@ -320,6 +320,19 @@ def test_a_rolled_back_engine_returns_only_by_name(fleet: MemoryRegistry) -> Non
     assert pressed(fleet)[0] == "2"
 
 
+def test_an_engine_that_failed_later_is_not_chosen(fleet: MemoryRegistry) -> None:
+    fp8_beside(fleet, fp8k_int4v=1300)
+    fleet.judge("int4", 1300, "FAIL")
+    assert pressed(fleet)[0] == "2"
+    fleet.routed(copy="fp8")
+    fleet.judge("fp8k_int4v", 1300, "FAIL")
+    version, lines = pressed(fleet)
+    assert (version, lines[-1]) == ("1", "refused")
+    assert "copy: not version 2 (fp8k_int4v): the same engine failed later, as version 4" in lines
+    fleet.judge("fp8k_int4v", 1300)
+    assert pressed(fleet)[0] == "5", "a PASS after the FAIL"
+
+
 def test_an_engine_that_was_rolled_back_as_champion_is_not_chosen(fleet: MemoryRegistry) -> None:
     fp8_beside(fleet, fp8k_int4v=1300)
     fleet.set_tags("2", {ROLLED_BACK_AT: "2026-11-30T12:00:00+00:00"})
