@@ -32,9 +32,9 @@ from pipeline.evidence.identity import IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import Evidence, Finding, first_refusal, identities, lineage, read_evidence, with_questions
 from pipeline.registry.promotion import Engines, RegisteredEngine
 from pipeline.registry.tracking import NoEngine, Version
-from pipeline.store.store import MANIFEST, read_manifest
+from pipeline.store.store import MANIFEST, Store, read_manifest
 from stages.checkpoints.files import FILES_WITH_END_TOKENS, TOKENIZER_FILES
-from stages.core.digest import file_digest, kind_of, tree_entries
+from stages.core.digest import file_digest, json_digest, kind_of, tree_entries
 from stages.core.errors import GateRefusal, MissingRequirement, UserError, required_libraries
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
@@ -132,14 +132,17 @@ def _read(directory: Path, version: Version) -> tuple[Evidence, EvaluationReport
 def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool = True) -> Iterator[Engines]:
     """Open the engines of a registry, with their evidence in the work directory.
 
-    Evidence that is downloaded from the registry is removed after the block. `decides`: whether the configured gates decide
-    again.
+    Evidence that is downloaded from the registry is removed after the block. It is kept in the store meanwhile, except in a dry
+    run. `decides`: whether the configured gates decide again.
     """
     directories, gates = identities(config.artifacts), config.gates if decides else None
     with ExitStack() as stack:
 
         def fetch(version: Version) -> None:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvgate-")))
+            if config.dry:
+                folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvgate-")))
+            else:
+                folder = stack.enter_context(Store(config.artifacts).scratch("download", json_digest(version.source)))
             copy = registry.download(version, folder)
             if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != version.identity_digest:
                 raise GateRefusal(f"{version}: its {IDENTITY_FILE} is not the one that the registry cites")

@@ -81,6 +81,20 @@ class Store:
             raise UserError(f"{scratch}: was changed while this command finished it; run the command again")
         return made
 
+    @contextmanager
+    def scratch(self, stage: str, key: str) -> Iterator[Path]:
+        """Yield an empty directory and remove it after the block; after a kill, the next use of the store removes it."""
+        self._prepare()
+        lock = lock_of(self.root / Recipe.place(stage, key))
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        directory = unfinished(self.root, stage, key, resumable=False)
+        with shared(lock):
+            directory.mkdir(parents=True)
+            try:
+                yield directory
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+
     def _prepare(self) -> None:
         """Make the store or check its version, and remove leftovers of dead processes; once per `Store`."""
         if self._prepared:

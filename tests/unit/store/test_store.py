@@ -243,6 +243,27 @@ def test_a_wait_says_its_reason_and_ends_with_limit_or_holder(
         assert mine
 
 
+def _download(root: Path, ready: Connection) -> None:
+    with Store(root).scratch("download", "a" * 64) as directory:
+        (directory / "weights.bin").touch()
+        ready.send(directory)
+        signal.pause()
+
+
+def test_a_scratch_directory_is_removed_once_its_process_is_dead(tmp_path: Path) -> None:
+    parent, child = FORK.Pipe()
+    process = FORK.Process(target=_download, args=(tmp_path, child), daemon=True)
+    process.start()
+    directory = parent.recv()
+    with Store(tmp_path).scratch("download", "a" * 64) as own:
+        assert (own.is_dir(), directory.is_dir(), own != directory) == (True, True, True), "both download at once"
+    assert not own.exists()
+    process.kill()
+    process.join()
+    with Store(tmp_path).scratch("download", "b" * 64):
+        assert not directory.exists()
+
+
 @pytest.mark.parametrize("place", ["file/.lock", "folder", ".lock"])
 def test_a_place_without_locks_is_refused_and_not_waited_for(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
