@@ -40,6 +40,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     lines, raw = [], dict(leaves(OmegaConf.to_container(composed)))
     problems = error.errors(include_url=False)
     wrong_keys = [".".join(map(str, problem["loc"])) for problem in problems]
+    meant = _misspelled(problems)
     for problem in problems:
         location = tuple(part for part in problem["loc"] if part != KEY_MARK)
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
@@ -56,7 +57,11 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         # An environment variable may hold a secret, so only its name is shown.
         text: str = problem["msg"]
         value: Any = problem["input"] if interpolated is None else interpolated
-        if problem["type"] == "extra_forbidden":
+        if problem["loc"] in meant:
+            lines.append(f"{key}: unknown key, did you mean {meant[problem['loc']]}?")
+        elif problem["type"] == "missing" and problem["loc"] in [(*place[:-1], name) for place, name in meant.items()]:
+            continue  # the line of the misspelled key names it
+        elif problem["type"] == "extra_forbidden":
             lines.append(f"{key}: {_unknown(location, composed)}")
             if key == "experiment":
                 lines[-1] = "experiment: its file begins without '# @package _global_'; write that into its first line"
@@ -72,6 +77,15 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             got = short(value if isinstance(value, int) else repr(value), 200)
             lines.append(f"{key}: {_plain(problem)} (got {got})")
     return lines
+
+
+def _misspelled(problems: Sequence[ErrorDetails]) -> dict[tuple[int | str, ...], str]:
+    """Return location of an unknown key -> name of a missing key beside it that it resembles."""
+    missing = [problem["loc"] for problem in problems if problem["type"] == "missing"]
+    unknown = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
+    absent = {place: [str(other[-1]) for other in missing if other[:-1] == place[:-1]] for place in unknown}
+    close = {place: get_close_matches(str(place[-1]), names, 1, 0.75) for place, names in absent.items()}
+    return {place: names[0] for place, names in close.items() if names}
 
 
 def _plain(problem: ErrorDetails) -> str:

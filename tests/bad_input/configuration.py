@@ -78,6 +78,10 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("signing.key=nowhere.pem", "signing.key=nowhere.pem: no such file", "openssl"),
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
     (
+        "stage=capacity capacity.contexts=[{tokns:10,requests:1}]",
+        "capacity.contexts.0.tokns: unknown key, did you mean tokens?",
+    ),
+    (
         "stage=capacity capacity.contexts=[{tokens:40000,requests:1}]",
         "capacity.contexts: got 40,000 tokens, 7,232 too many (the model was made for 32,768 tokens)",
     ),
@@ -149,6 +153,12 @@ CASES = [
     *(
         BadInput(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), expected, text_file(f"mine/{file}", content))
         for what, file, content, expected in OWN_FILES
+    ),
+    BadInput(
+        "--config-dir: a misspelled path of a model",
+        ("--config-dir=mine", "model=mine"),
+        ("error: model.paht: unknown key, did you mean path?",),
+        text_file("mine/model/mine.yaml", "paht: x"),
     ),
     case(f"seed={'9' * 5000}", "seed: input should be a valid integer"),
     case(f"model.path={'x' * 300}", "model.path", "too long"),
