@@ -21,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
@@ -205,7 +205,8 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
             fix = f"choose the launcher with hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
         elif problem.startswith("In '"):  # in a file of --config-dir
-            place, fix = "--config-dir", "name an option that exists, and another group's as `override /GROUP: OPTION`"
+            fix = "give each item of defaults an option that exists, another group's as `override /GROUP: OPTION`"
+            place = "--config-dir"
         raise UserError(f"{place}: {problem}; {fix}") from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
@@ -257,7 +258,10 @@ def _sweep(overrides: list[Override], hydra: DictConfig, parser: OverridesParser
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """Compose the configuration, including its node `hydra`."""
-    return compose("config", overrides=list(overrides), return_hydra_config=True)
+    try:
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
+    except ValueError as error:  # Hydra's, for the form of a defaults list, which only a user's file can have wrong
+        raise ConfigCompositionException(f"In 'defaults' of a file: {error}") from error
 
 
 def _compose_suited(overrides: list[str]) -> tuple[list[str], DictConfig]:

@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config.config import CLASS_NAME, EXPERIMENT_NAME, MODEL_NAME
+from pipeline.config import CONF
+from pipeline.config.config import CLASS_NAME, EXPERIMENT_NAME, MODEL_NAME, Config
 from stages.core.errors import short
 from stages.core.redaction import leaves
 from stages.engines.config import backend_configs
@@ -63,8 +64,6 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             continue  # the line of the misspelled key names it
         elif problem["type"] == "extra_forbidden":
             lines.append(f"{key}: {_unknown(location, composed)}")
-            if key == "experiment":
-                lines[-1] = "experiment: its file begins without '# @package _global_'; write that into its first line"
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing; give it a value")
         elif problem["type"] == "value_error":  # messages of kvgate's validators begin with the key
@@ -75,7 +74,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{wrong}{suggest(str(value), choices)}")
         else:
             got = short(value if isinstance(value, int) else repr(value), 200)
-            lines.append(f"{key}: {_plain(problem)} (got {got})")
+            lines.append(f"{key}: {_plain(problem)} (got {got}){_fix(location, value)}")
     return lines
 
 
@@ -86,6 +85,21 @@ def _misspelled(problems: Sequence[ErrorDetails]) -> dict[tuple[int | str, ...],
     absent = {place: [str(other[-1]) for other in missing if other[:-1] == place[:-1]] for place in unknown}
     close = {place: get_close_matches(str(place[-1]), names, 1, 0.75) for place, names in absent.items()}
     return {place: names[0] for place, names in close.items() if names}
+
+
+def _fix(location: tuple[int | str, ...], value: Any) -> str:
+    """Return the fix for the text of an environment variable, and for a value in the place of a section; empty for others."""
+    if isinstance(value, str) and value.startswith("${oc.env:"):
+        return f"; a variable holds text, write ${{oc.decode:{value}}}"
+    key = ".".join(map(str, location))
+    if isinstance(value, str) and (CONF / key).is_dir():  # a group, in the user's experiment
+        return f"; choose the option in its defaults, as `override /{key}: {value}`"
+    section: Any = Config
+    for part in location:
+        field = getattr(section, "model_fields", {}).get(part)
+        section = field and field.annotation
+    names = getattr(section, "model_fields", None)
+    return f"; give its keys, as in {key}.{next(iter(names))}=VALUE" if names else ""
 
 
 def _plain(problem: ErrorDetails) -> str:
@@ -110,6 +124,9 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
         keys = {key for place, _ in leaves(others) for key in accumulate(place.split("."), "{}.{}".format)}
         meant = name.replace("/", ".")
         places = [key for key in sorted(keys) if f".{key}".endswith(f".{meant}")] or get_close_matches(meant, keys, 1, 0.9)
+        if name in places:  # of a file, where a dot does not divide a key
+            nested = name.replace(".", ": {") + ": VALUE" + "}" * name.count(".")
+            return f"unknown key, because no dot divides keys in a file; write {nested}"
         if 0 < len(places) <= MAX_PLACES:
             return f"unknown key, did you mean {' or '.join(places)}?"
     siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed

@@ -6,12 +6,14 @@ A sweep's launcher may be any installed Hydra plugin. A launcher's configuration
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from io import StringIO
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -19,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import OverrideParseException
+from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -83,6 +86,10 @@ def readable(argument: str, parser: OverridesParser) -> str:
         return argument
     key, equals, value = argument.partition("=")
     text = f"{key}={quoted(value)}"
+    pasted = next((character for character in key if not character.isascii()), None)
+    if pasted:
+        name = unicodedata.name(pasted, "a character outside ASCII")
+        raise UserError(f"{short(redact_text(argument), 200)}: has {name} in its key; write the keyboard's character")
     if equals and "," not in value and not BRACKETED.fullmatch(value) and _is_read(text, parser):
         return text
     raise UserError(
@@ -158,13 +165,14 @@ def _hydra_problem(override: Override, line: str) -> str | None:
 
 
 def _check_option(path: Path, folder: Path) -> None:
-    """Refuse a file of --config-dir that Hydra would ignore, that is not YAML, that has no keys, or that uses aliases or `???`.
+    """Refuse a file of --config-dir that Hydra would ignore or put elsewhere, that is not YAML, or that uses aliases or `???`.
 
     Aliases can expand a small file to gigabytes. Hydra silently takes another file's value for `???`.
     """
+    place = path.relative_to(folder)
     if path.suffix != ".yaml":
         raise UserError(f"--config-dir: {path}: is not read; name it {path.stem}.yaml")
-    if (CONF / path.relative_to(folder)).is_file():
+    if (CONF / place).is_file():
         raise UserError(f"--config-dir: {path}: kvgate's own option of this name comes first; give it another name")
     try:
         text = read_file(path, MAX_BYTES).decode()
@@ -176,9 +184,22 @@ def _check_option(path: Path, folder: Path) -> None:
         loaded = OmegaConf.load(StringIO(text))
         if not (OmegaConf.is_dict(loaded) and loaded):
             raise Unreadable("has no keys; write KEY: VALUE")
+        if len(place.parts) == 2:
+            _check_place(place.parts[0], ConfigSource._get_header_dict(text)["package"], list(loaded))
     # ValueError: not UTF-8; OverflowError: "\UFFFFFFFF"; OSError: OmegaConf's, for a file with a single number
     except (ValueError, OverflowError, OSError, RecursionError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())[:300]}); correct it") from None
+
+
+def _check_place(group: str, package: str | None, keys: list[Any]) -> None:
+    """Refuse an option whose keys Hydra would put outside its group, or an experiment's keys inside `experiment`."""
+    if group == "experiment":
+        if package != "_global_":
+            raise Unreadable("an experiment needs the first line '# @package _global_'; write it")
+    elif package not in (None, group, "_group_"):
+        raise Unreadable(f"'# @package {package}' moves the keys out of {group}; leave that line out")
+    elif group in keys:
+        raise Unreadable(f"its keys belong to {group} already; leave out the line `{group}:`, and indent them less")
 
 
 def installed() -> list[str]:

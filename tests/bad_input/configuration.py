@@ -23,7 +23,9 @@ BAD_VALUES = {
 
 BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
-    ("seed=${oc.env:HOME}", "seed", "HOME"),
+    ("seed=${oc.env:HOME}", "seed", "a variable holds text, write ${oc.decode:${oc.env:HOME}}"),
+    ("reference=cuda", "reference: must be a mapping of keys to values", "give its keys, as in reference.device=VALUE"),
+    ("–m kv=int8", "–m: has EN DASH in its key; write"),
     ("stage=bild", "stage=bild", "did you mean build?"),
     ("kv=fp8k_int4v kv.value.group_size=33", "kv.value.group_size must be 16, 32, 64 or 128, got 33"),
     ("model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then give model.path=Qwen3-0.6B"),
@@ -125,6 +127,10 @@ OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
         "defaults: [x]",
         ("In 'kv/mine': Could not load 'kv/x'; ", "override /GROUP: OPTION"),
     ),
+    ("defaults of one text", "kv/mine.yaml", "defaults: int8\nname: mine", ("In 'defaults'", "kv/mine", "must be a list")),
+    ("keys of its group's name", "kv/mine.yaml", "kv: {name: mine}", ("mine.yaml", "leave out the line `kv:`")),
+    ("keys for another place", "kv/mine.yaml", "# @package _global_\nname: mine", ("mine.yaml", "moves the keys out of kv")),
+    ("keys below experiment", "experiment/mine.yaml", "seed: 3", ("mine.yaml", "needs the first line '# @package _global_'")),
     ("a shipped option", "kv/int8.yaml", "name: int8", ("--config-dir", "kv/int8.yaml", "another name")),
 )
 """Name, file below --config-dir, its content, texts that the message must contain."""
@@ -159,6 +165,19 @@ CASES = [
         ("--config-dir=mine", "model=mine"),
         ("error: model.paht: unknown key, did you mean path?",),
         text_file("mine/model/mine.yaml", "paht: x"),
+    ),
+    *(
+        BadInput(
+            f"--config-dir: an experiment with {keys}",
+            ("--config-dir=mine", "experiment=mine"),
+            (expected,),
+            text_file("mine/experiment/mine.yaml", f"# @package _global_\n{keys}\n"),
+        )
+        for keys, expected in {
+            "kv: int8": "kv: must be a mapping of keys to values (got 'int8'); choose the option in its defaults",
+            "defaults: [{override /kv: int8, override /backend: torch}]": "In 'defaults' of a file: In experiment/mine: ",
+            "gates.min_recovery: 0.97": "gates.min_recovery: unknown key, because no dot divides keys in a file; write gates: ",
+        }.items()
     ),
     case(f"seed={'9' * 5000}", "seed: input should be a valid integer"),
     case(f"model.path={'x' * 300}", "model.path", "too long"),

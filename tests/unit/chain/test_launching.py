@@ -280,7 +280,6 @@ def test_no_job_of_a_sweep_promotes_or_plans(stages: str) -> None:
         ("experiment/mine.yaml", "launcher: {_target_: hydra_plugins.mine.Launcher}", "launcher._target_"),
         ("experiment/mine.yaml", "sweeper: {_target_: hydra_plugins.mine.Sweeper}", "sweeper._target_"),
         ("experiment/mine.yaml", "job: {env_set: {LD_PRELOAD: evil.so}}", "job.env_set"),
-        ("kv/mine.yaml", "# @package hydra.callbacks\nevil: {_target_: os.system}", "callbacks"),
     ],
 )
 def test_files_of_config_dir_bring_no_code_into_hydra(file: str, text: str, key: str, tmp_path: Path) -> None:
@@ -290,7 +289,7 @@ def test_files_of_config_dir_bring_no_code_into_hydra(file: str, text: str, key:
     group, option = str(Path(file).parent), Path(file).stem
     (tmp_path / file).write_text(text if group != "experiment" else f"# @package _global_\nhydra: {{{text}}}\n")
     with refused(UserError, f"hydra.{key}", "is set by a file, and could name code"):
-        plan([f"{group}={option}", "kv=fp8,int8" if group != "kv" else "seed=1,2"], multirun=True, folders=[tmp_path])
+        plan([f"{group}={option}", "kv=fp8,int8"], multirun=True, folders=[tmp_path])
 
 
 @pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
