@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from stages.core.errors import UserError, short
 from stages.core.records import LineCheck, Sample
@@ -148,7 +149,7 @@ def _sample(text: str) -> Sample:
     try:
         line = _Line.model_validate_json(json.dumps(value))
     except ValidationError as error:
-        raise UserError("\n".join(_problems(error))) from error
+        raise UserError("\n".join(dict.fromkeys(_problems(error)))) from error
     values: dict[str, Any] = vars(line) | {"id": line.id or "", "prompt": line.prompt or ""}
     values["messages"] = tuple((message.role, message.content) for message in line.messages or ())
     values["tools"] = tuple((tool.name, tool.arguments) for tool in line.tools)
@@ -159,14 +160,38 @@ def _sample(text: str) -> Sample:
     return sample
 
 
+_OTHER_NAMES = {"question": "prompt", "input": "prompt"} | dict.fromkeys(
+    ("answer", "completion", "expected", "output"), "reference"
+)
+"""Key of other tools' files -> kvgate's key."""
+
+
+def _keys_by_object(problems: Sequence[ErrorDetails], kind: str) -> dict[tuple[int | str, ...], list[str]]:
+    """Return the keys with a kind of problem, by the place of their object in the line."""
+    keys: dict[tuple[int | str, ...], list[str]] = {}
+    for problem in problems:
+        if problem["type"] == kind:
+            keys.setdefault(problem["loc"][:-1], []).append(str(problem["loc"][-1]))
+    return keys
+
+
 def _problems(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors(include_url=False):
+    problems = error.errors(include_url=False)
+    unknown, missing = (_keys_by_object(problems, kind) for kind in ("extra_forbidden", "missing"))
+    for problem in problems:
         key, kind, text = ".".join(map(str, problem["loc"])), problem["type"], problem["msg"]
+        item = problem["loc"][:-1]  # a message or a tool; empty for a key of the line
         if kind == "too_short" and problem["input"]:
             continue  # the problems of the list's items have their own lines
-        if kind == "extra_forbidden":
-            meant = ", ".join(get_close_matches(key, _Line.model_fields, 1, 0.8) or _Line.model_fields)
-            yield f"{key}: unknown key, {'leave it out' if '.' in key else f'use {meant}'}"
+        if kind == "missing" and item in unknown:
+            continue  # the key is probably there, under an unknown name
+        if kind == "extra_forbidden" and item in missing and item:
+            place = key.rpartition(".")[0]
+            yield f"{place}: has {', '.join(unknown[item])} instead of {', '.join(missing[item])}, rename them"
+        elif kind == "extra_forbidden":
+            close = get_close_matches(key, _Line.model_fields, 1, 0.75)
+            meant = _OTHER_NAMES.get(key) or ", ".join(close or _Line.model_fields)
+            yield f"{key}: unknown key, {'leave it out' if item else f'use {meant}'}"
         elif kind == "missing":
             yield f"{key}: missing, add it"
         else:

@@ -80,7 +80,9 @@ def test_a_line_without_an_id_never_gets_a_used_one(tmp_path: Path) -> None:
         ({**GOOD, "id": "\n"}, r'id: must be 1 to 200 characters that can be shown (got "\n")'),
         ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_ are reserved"),
         ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
-        ({**GOOD, "question": "4"}, "question: unknown key, use id, workload, prompt"),
+        ({**GOOD, "comment": "4"}, "comment: unknown key, use id, workload, prompt, "),
+        ({"messages": [{"from": "human", "value": "4"}], "reference": "4"}, "messages.0: has from, value instead of role, "),
+        ({**GOOD, "question": "4"}, "question: unknown key, use prompt"),
         ({**GOOD, "mention": ["4"]}, "mention: unknown key, use mentions"),
         ({"messages": [{"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}]}, "reference: missing, add"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
@@ -97,12 +99,12 @@ def test_a_bad_line_is_refused_with_its_key_and_fix(tmp_path: Path, line: object
 
 
 def test_every_problem_is_reported_once_with_its_first_line(tmp_path: Path) -> None:
-    wrong = [{"prompt": f"question {i}", "reference": "a", "unknown": "a"} for i in range(60)]
+    wrong = [{"prompt": f"question {i}", "answer": "a"} for i in range(60)]  # one line: `answer` is the missing reference
     with pytest.raises(UserError) as caught:
         read_jsonl(write(tmp_path, "{", GOOD, {"prompt": ""}, *wrong), set())
     lines = str(caught.value).split("\n")
     assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["1", "3", "3", "4"]
-    assert lines[-1].endswith("(also in 59 more lines)")
+    assert lines[-1].endswith("answer: unknown key, use reference (also in 59 more lines)")
 
 
 CHAT = Sample(
