@@ -141,23 +141,18 @@ def encode(
 
 
 def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: WorkloadsConfig, most_tokens: int, limited: str) -> None:
-    """Refuse samples whose prompt and answer exceed the maximum sequence length, and conversations that the template refuses.
+    """Encode samples, and refuse those whose prompt and answer exceed the maximum sequence length.
 
-    A token has at least one byte, so only samples with more bytes than tokens are allowed are encoded, and one conversation of
-    each order of roles. `limited` is the source of the limit, for the message.
+    `limited` is the source of the limit, for the message.
     """
     extra = config.extra_new_tokens
-    conversations = {tuple(role for role, _ in sample.messages): sample for sample in samples if sample.messages}
-    doubtful = [*conversations.values(), *(sample for sample in samples if _most_tokens_of(sample) + extra > most_tokens)]
-    if not doubtful:
-        return
-    for sample in doubtful:
+    for sample in samples:
         size = _most_tokens_of(sample)
         if size > most_tokens * MAX_BYTES_OF_A_TOKEN:  # encoding it would take gigabytes
             raise UserError(
                 f"workloads: sample {sample.id} has {size:,} bytes, more than {most_tokens:,} tokens: {limited}; give less"
             )
-    for item in encode(doubtful, BundleTokenizer(checkpoint), config.max_scored_tokens):
+    for item in encode(samples, BundleTokenizer(checkpoint), config.max_scored_tokens):
         tokens = len(item.prompt) + len(item.reference) + (extra if item.sample.judged else 0)
         if tokens > most_tokens:
             more = f" and workloads.extra_new_tokens={extra}" if item.sample.judged else ""
