@@ -244,7 +244,7 @@ def _fetch_verified(config: Config, model: str, stack: ExitStack) -> Path:
     # MLflow refuses names with / or :, such as the path of a checkpoint.
     names = [name for name in dict.fromkeys([model, location.model_name]) if not {"/", ":"} & set(name)]
     if not location.exists:
-        raise UserError(f"{location} cannot be used: there is no such file; give the store that a promotion wrote to")
+        raise UserError(f"{location} cannot be used: its file is missing or empty; give the store that a promotion wrote to")
     reader = RegistryReader(location)
     version = reader.champion(names)
     if version is None:

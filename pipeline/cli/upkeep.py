@@ -43,7 +43,7 @@ def show_status(config: Config) -> None:
     if inventory.location is not None and inventory.location.exists:
         print_registry(inventory.location)
     elif inventory.location is not None and any(sweep.registered for sweep in inventory.sweeps):
-        console.say(f"{inventory.location}: there is no such file")
+        console.say(f"{inventory.location}: its file is missing or empty")
     for model in inventory.models:
         _show_model(model, inventory)
     recent = last_sweeps(inventory.sweeps, max(1, config.prune.keep_sweeps))

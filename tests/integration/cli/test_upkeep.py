@@ -151,7 +151,7 @@ def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys:
     files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
     assert f"{decimal(sum(size for _, size in files))} in total; files that several kinds share count once" in lines
     ground.command("stage=status", "tracking.uri=sqlite:///nowhere.db")
-    assert "nowhere.db (tracking.uri or MLFLOW_TRACKING_URI): there is no such file" in capsys.readouterr().out
+    assert "nowhere.db (tracking.uri or MLFLOW_TRACKING_URI): its file is missing or empty" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity", "nothing: older rules judged it"])

@@ -88,7 +88,7 @@ def test_a_champion_is_found_by_the_path_of_its_checkpoint(tmp_path: Path, monke
 
 @pytest.mark.parametrize("uri", [None, "sqlite:///{}/none.db"])
 def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such file; give the store that a promotion wrote to"):
+    with pytest.raises(UserError, match="its file is missing or empty; give the store that a promotion wrote to"):
         champion(Path("models/Qwen3"), workdir=tmp_path / "empty", tracking_uri=uri and uri.format(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
