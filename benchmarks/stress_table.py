@@ -54,9 +54,8 @@ def main() -> None:
                 failures: list[str] = []
                 for seed in range(options.seeds):
                     engine: Any = TorchEngine.from_model(model, policy, scales)
-                    rounding = (4 if kind == "graph" else 1) * ROUNDING["float32"]
                     replayed = TorchEngine.from_model(model, policy, scales)
-                    reference = ReferenceEngine(replayed, None if replayed.rounds_queries else rounding)
+                    reference = ReferenceEngine(replayed, None if replayed.rounds_queries else ROUNDING["float32"])
                     if kind != "reference":
                         bundle = Path(work) / name
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))

@@ -292,7 +292,9 @@ class Engines:
 
     def not_passed(self, candidate: Candidate) -> list[Version]:
         """Return the versions that judged the candidate's engine without a PASS, by what the registry records."""
-        others = [version for version in self.model.versions.values() if version.tags.get("verdict", "PASS") != "PASS"]
+        name = self.model.versions[candidate.version].name
+        versions = [version for version in self.model.versions.values() if version.name == name]  # one request for each
+        others = [version for version in versions if version.tags.get("verdict", "PASS") != "PASS"]
         return [v for v in others if self.registry.judged_by(v).tags.get("engine_digest") == candidate.engine.digest]
 
     def _failed_attempts(self, candidate: Candidate) -> list[Version]:
