@@ -16,7 +16,6 @@ from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.core.records import no_progress
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
-from stages.policies.formats import Rotation
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import KVScales
 from stages.quantize.scales import static_scales
@@ -67,6 +66,5 @@ def static_scales_on(checkpoint: Path, texts: Sequence[Sequence[int]]) -> Callab
 
     info = inspect_checkpoint(checkpoint)
     model, layers, run_texts = run.load_model(info), info.shape.layers, run.forward_loop("cache", texts, no_progress)
-    rotations: tuple[Rotation, ...] = ("none", "hadamard")
-    extremes = {rotation: adapter.measure_extremes(model, layers, rotation, run_texts, checkpoint) for rotation in rotations}
+    extremes = adapter.measure_extremes(model, layers, run_texts, checkpoint)
     return lambda policy: static_scales(policy, info.shape, extremes, checkpoint)

@@ -22,7 +22,6 @@ from stages.core.threads import in_threads
 from stages.engines.backend import TORCH, Artifacts, Backend, Build, open_backend
 from stages.engines.config import BackendConfig
 from stages.engines.torch.config import TorchConfig
-from stages.policies.formats import Rotation
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import SCALES_FILE
 
@@ -126,10 +125,10 @@ class EngineSteps(Artifacts):
 
         return self.make(Recipe("weights", self._quantizing, inputs, MODELOPT), build)
 
-    def extremes(self, rotation: Rotation) -> Artifact:
-        """Return the extremes of keys and values after `rotation`, measured on the calibration texts."""
+    def extremes(self) -> Artifact:
+        """Return the extremes of keys and values, measured on the calibration texts."""
         weights = self.weights()
-        config: dict[str, Any] = {"rotation": rotation, "max_length": self.config.calibration.max_length}
+        config: dict[str, Any] = {"max_length": self.config.calibration.max_length}
         inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
 
         def build(out: Path, progress: Progress) -> None:
@@ -141,17 +140,15 @@ class EngineSteps(Artifacts):
         return self.make(Recipe("extremes", config, inputs, MODELOPT), build)
 
     def quantized(self, policy: KVPolicy) -> Artifact:
-        calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
-        inputs = self._quantized_inputs()
-        extremes = {rotation: self.extremes(rotation) for rotation in sorted({form.rotation for form in calibrated})}
-        inputs |= {f"extremes {rotation}": artifact.digest for rotation, artifact in extremes.items()}
+        calibrated = any(form.scale == "calibrated" for _, form in policy.formats) and not self._carries_scales(policy)
+        extremes = self.extremes() if calibrated else None
+        inputs = self._quantized_inputs() | ({} if extremes is None else {"extremes": extremes.digest})
         config = {**self._quantizing, "kv": policy.model_dump()}
 
         def build(out: Path, _: Progress) -> None:
             from stages.quantize.run import scale_cache
 
-            paths = {rotation: artifact.path for rotation, artifact in extremes.items()}
-            scale_cache(self.checkpoint, out, policy=policy, extremes=paths)
+            scale_cache(self.checkpoint, out, policy=policy, extremes=None if extremes is None else extremes.path)
 
         return self.make(Recipe("quantize", config, inputs, MODELOPT), build, policy)
 

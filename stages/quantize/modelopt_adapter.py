@@ -8,7 +8,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +16,8 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
 from modelopt.torch.export.quant_utils import preprocess_linear_fusion
+from modelopt.torch.quantization.calib.calibrator import _Calibrator
 from modelopt.torch.quantization.nn import TensorQuantizer
-from torch.utils.hooks import RemovableHandle
 
 from stages.checkpoints.rope import rope_at_top_level
 from stages.core.errors import UserError
@@ -26,16 +26,16 @@ from stages.policies.formats import Rotation
 from stages.policies.policy import SIDES
 from stages.quantize.recipe import (
     NOTHING,
+    PER_CHANNEL,
     SHARED_INPUTS,
     Attributes,
     ForwardLoop,
     Place,
     QuantizationRecipe,
     check_enabled,
-    measuring_recipe,
     quantizer_name,
 )
-from stages.quantize.scales import Extremes
+from stages.quantize.scales import Extremes, Measured
 
 
 def quantize_model(model: torch.nn.Module, recipe: QuantizationRecipe, forward_loop: ForwardLoop | None) -> None:
@@ -49,56 +49,46 @@ def quantize_model(model: torch.nn.Module, recipe: QuantizationRecipe, forward_l
     check_enabled(recipe.expected, enabled_attributes(model))
 
 
-def measure_extremes(
-    model: torch.nn.Module, layers: int, rotation: Rotation, forward_loop: ForwardLoop, checkpoint: Path
-) -> dict[Place, Extremes]:
-    """Measure the extremes per channel of keys and values, and disable the cache's quantizers afterwards.
+class ExtremesCalibrator(_Calibrator):  # type: ignore[misc]  # untyped in ModelOpt
+    """Records minima and maxima per head and channel, of plain and of rotated states. ModelOpt's own record magnitudes."""
 
-    ModelOpt measures only magnitudes. Additional hooks record minima and maxima, which must agree with the magnitudes.
-    """
-    places = [(layer, side) for layer in range(layers) for side in SIDES]
-    recipe = measuring_recipe(places)
-    ranges: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: dict[Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def range_hook(place: Place) -> Callable[[Any, tuple[Any, ...]], None]:
-        def hook(_: Any, args: tuple[Any, ...]) -> None:
-            states_BHSD = args[0].detach()
+    def collect(self, x: torch.Tensor) -> None:
+        size = x.shape[-1]
+        # ModelOpt's own `rotate` needs a CUDA package. Rotations exist only for powers of two.
+        rotated: dict[Rotation, torch.Tensor] = {} if size & (size - 1) else {"hadamard": x @ hadamard(size).to(x)}
+        for rotation, states_BHSD in {"none": x, **rotated}.items():
             low, high = states_BHSD.amin((0, 2)), states_BHSD.amax((0, 2))
-            if not (torch.isfinite(low) & torch.isfinite(high)).all():
+            if rotation in self.ranges:
+                low, high = torch.minimum(self.ranges[rotation][0], low), torch.maximum(self.ranges[rotation][1], high)
+            self.ranges[rotation] = low, high
+
+    def compute_amax(self) -> None:
+        """Return None, for which ModelOpt sets no maximum: the quantizers only measure."""
+
+
+def measure_extremes(model: torch.nn.Module, layers: int, forward_loop: ForwardLoop, checkpoint: Path) -> Measured:
+    """Measure the extremes per channel of keys and values in ModelOpt's calibration."""
+    places = [(layer, side) for layer in range(layers) for side in SIDES]
+    attributes = {"num_bits": 8, "axis": PER_CHANNEL, "calibrator": ExtremesCalibrator}  # any num_bits: nothing is rounded
+    expected = {quantizer_name(place): attributes for place in places}
+    quantize_model(model, QuantizationRecipe("max", tuple(expected.items()), expected), forward_loop)
+    measured: dict[tuple[Rotation, Place], Extremes] = {}
+    for place in places:
+        ranges = cast(Any, model.get_submodule(quantizer_name(place)))._calibrator.ranges
+        if not ranges:
+            raise RuntimeError(f"{quantizer_name(place)} was never called: the model's attention bypasses ModelOpt")
+        for rotation, extremes in ranges.items():
+            if not torch.stack(extremes).isfinite().all():
                 layer, side = place
                 raise UserError(
                     f"model.path={checkpoint}: the {side}s of layer {layer} are not finite on the calibration texts; "
                     "check the checkpoint"
                 )
-            if place in ranges:
-                low, high = torch.minimum(ranges[place][0], low), torch.maximum(ranges[place][1], high)
-            ranges[place] = low, high
-
-        return hook
-
-    def hooked_loop(model: torch.nn.Module) -> None:
-        check_enabled(recipe.expected, enabled_attributes(model))
-        with contextlib.ExitStack() as hooks:
-            for place in places:
-                quantizer = _quantizer(model, place)
-                if rotation == "hadamard":
-                    for handle in _rotate_around(quantizer):
-                        hooks.callback(handle.remove)
-                hooks.callback(quantizer.register_forward_pre_hook(range_hook(place)).remove)
-            forward_loop(model)
-
-    quantize_model(model, recipe, hooked_loop)
-    measured: dict[Place, Extremes] = {}
-    for place in places:
-        quantizer = _quantizer(model, place)
-        if place not in ranges or quantizer.amax is None:
-            raise RuntimeError(f"{quantizer_name(place)} was never called: the model's attention bypasses ModelOpt")
-        low, high, amax = (tensor.float().reshape(-1) for tensor in (*ranges[place], quantizer.amax))
-        if not torch.equal(torch.maximum(-low, high), amax):
-            raise RuntimeError(f"{quantizer_name(place)}: ModelOpt measured {amax}, its input was {low} to {high}")
-        measured[place] = Extremes(tuple(low.tolist()), tuple(high.tolist()))
-        quantizer.reset_amax()
-        quantizer.disable()
+            measured[rotation, place] = Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes))
     return measured
 
 
@@ -190,23 +180,6 @@ def _attributes(quantizer: Any) -> Attributes:
     attributes: Attributes = {"num_bits": quantizer.num_bits, "axis": quantizer.axis}
     attributes |= {"narrow_range": quantizer.narrow_range, "type": "dynamic" if quantizer._dynamic else "static"}
     return attributes
-
-
-def _quantizer(model: torch.nn.Module, place: Place) -> Any:
-    return model.get_submodule(quantizer_name(place))
-
-
-def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Rotate the quantizer's input and rotate its output back; return the handles of the two hooks.
-
-    ModelOpt's own `rotate` needs a CUDA package and does not rotate back in releases before 0.47.
-    """
-
-    def rotate(states_BHSD: torch.Tensor) -> torch.Tensor:
-        return states_BHSD @ hadamard(states_BHSD.shape[-1]).to(states_BHSD)
-
-    hook = quantizer.register_forward_pre_hook(lambda _, args: rotate(args[0]))
-    return hook, quantizer.register_forward_hook(lambda *call: rotate(call[-1]))
 
 
 @contextlib.contextmanager

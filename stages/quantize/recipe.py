@@ -5,7 +5,7 @@ installed version reads. Keys and values reach their quantizer after the rotary 
 repeated, as BHSD = (batch, num_kv_heads, sequence, head_dim).
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,6 @@ def quantizer_name(place: Place) -> str:
     """Return the module name of a quantizer in ModelOpt's model."""
     layer, side = place
     return f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}"
-
-
-def measuring_recipe(places: Collection[Place]) -> QuantizationRecipe:
-    """Return the recipe that enables only the quantizers of `places`. Any `num_bits` gives the same maxima per channel."""
-    attributes = {quantizer_name(place): {"num_bits": 8, "axis": PER_CHANNEL} for place in places}
-    return QuantizationRecipe("max", tuple(attributes.items()), attributes)
 
 
 def cache_quantizers(policy: KVPolicy, scales: KVScales) -> dict[str, tuple[Attributes, float]]:

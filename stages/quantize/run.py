@@ -5,7 +5,7 @@ Only the last step depends on the policy, so a model is quantized and measured o
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from stages.checkpoints.families import LINEARS
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
 from stages.checkpoints.quantized import SERVED
 from stages.core.records import Progress
-from stages.policies.formats import Rotation, WeightsFormat
+from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import write_policy
 from stages.quantize.calibration import tokenize
@@ -71,14 +71,7 @@ def quantize_weights(
 
 
 def measure_cache(
-    checkpoint: Path,
-    weights: Path,
-    out: Path,
-    *,
-    rotation: Rotation,
-    calibration_texts: list[str],
-    max_length: int,
-    progress: Progress,
+    checkpoint: Path, weights: Path, out: Path, *, calibration_texts: list[str], max_length: int, progress: Progress
 ) -> None:
     """Write `extremes.json`: the extremes of keys and values per channel, measured with the finished weights.
 
@@ -93,21 +86,19 @@ def measure_cache(
     progress("loading the checkpoint", 1, 1)
     from stages.quantize import modelopt_adapter as adapter
 
-    measured = adapter.measure_extremes(
-        model, info.shape.layers, rotation, forward_loop("cache", samples, progress), checkpoint
-    )
+    measured = adapter.measure_extremes(model, info.shape.layers, forward_loop("cache", samples, progress), checkpoint)
     write_extremes(out / EXTREMES_FILE, measured)
 
 
-def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[Rotation, Path]) -> None:
+def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Path | None) -> None:
     """Write `kv_policy.json` and `kv_scales.json` (static scales), because ModelOpt's exports cannot express every policy.
 
-    `extremes`: rotation -> output directory of `measure_cache`. Scales of the checkpoint in the policy's format replace them.
+    `extremes`: output directory of `measure_cache`; None if no scale is calibrated, or the checkpoint has all scales.
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     carried = None if info.quantized is None else checkpoint_scales(info, policy)
-    measured = {rotation: read_extremes(path / EXTREMES_FILE) for rotation, path in extremes.items()}
+    measured = {} if extremes is None else read_extremes(extremes / EXTREMES_FILE)
     scales = carried or static_scales(policy, info.shape, measured, checkpoint)
     write_policy(out, policy, scales)
 

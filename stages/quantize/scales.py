@@ -28,18 +28,23 @@ class Extremes:
         return tuple(max(-low, high) for low, high in zip(self.low, self.high, strict=True))
 
 
-def write_extremes(file: Path, measured: Mapping[Place, Extremes]) -> None:
-    rows = [{"layer": layer, "side": side, **asdict(extremes)} for (layer, side), extremes in measured.items()]
+Measured = Mapping[tuple[Rotation, Place], Extremes]
+"""Extremes by rotation of the states before quantization, and by layer and side."""
+
+
+def write_extremes(file: Path, measured: Measured) -> None:
+    rows = [
+        {"rotation": rotation, "layer": layer, "side": side, **asdict(extremes)}
+        for (rotation, (layer, side)), extremes in measured.items()
+    ]
     file.write_text(json.dumps(rows) + "\n", encoding="utf-8")
 
 
-def read_extremes(file: Path) -> dict[Place, Extremes]:
-    rows = json.loads(file.read_text(encoding="utf-8"))
-    return {(row["layer"], Side(row["side"])): Extremes(tuple(row["low"]), tuple(row["high"])) for row in rows}
-
-
-Measured = Mapping[Rotation, Mapping[Place, Extremes]]
-"""Extremes by rotation and place: measured on unrotated states, rotated states, or both."""
+def read_extremes(file: Path) -> Measured:
+    return {
+        (row["rotation"], (row["layer"], Side(row["side"]))): Extremes(tuple(row["low"]), tuple(row["high"]))
+        for row in json.loads(file.read_text(encoding="utf-8"))
+    }
 
 
 def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoint: Path) -> KVScales:
@@ -56,7 +61,7 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
             if form.scale == "uncalibrated":
                 static[name] = SideScales(scale=(1.0,) * count)
             elif form.scale == "calibrated":
-                extremes = measured[form.rotation][layer, name.base]
+                extremes = measured[form.rotation, (layer, name.base)]
                 if max(extremes.amax) == 0:
                     raise UserError(
                         f"model.path={checkpoint}: the {name.base}s of layer {layer} are all 0 on the calibration texts, "

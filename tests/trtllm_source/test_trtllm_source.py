@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from helpers.checkpoints.modelopt import MAX_LENGTH, TEXTS, rotations
+from helpers.checkpoints.modelopt import MAX_LENGTH, TEXTS
 from helpers.engines.interpreters import config_of, make_bundle, script
 from helpers.policies.shipped import SHIPPED
 
@@ -93,11 +93,10 @@ def exports(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     for weights in TARGETS["engine"].weights:
         quantized, measured = tmp_path_factory.mktemp(weights), tmp_path_factory.mktemp("extremes")
         quantize_weights(tiny_checkpoint, quantized, weights=weights, seed=0, **options)
-        measure_cache(tiny_checkpoint, quantized, measured, rotation="none", **options)
+        measure_cache(tiny_checkpoint, quantized, measured, **options)
         for kv in CACHES["engine"]:
             policy, scaled, out = SHIPPED[kv], tmp_path_factory.mktemp("scales"), tmp_path_factory.mktemp("exports")
-            extremes = dict.fromkeys(rotations(policy), measured)
-            scale_cache(tiny_checkpoint, scaled, policy=policy, extremes=extremes)
+            scale_cache(tiny_checkpoint, scaled, policy=policy, extremes=measured)
             export(tiny_checkpoint, quantized, scaled / SCALES_FILE, out, weights=weights, policy=policy, seed=0, **options)
             bundles[weights, kv] = out
     return bundles

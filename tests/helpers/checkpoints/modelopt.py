@@ -11,7 +11,7 @@ from helpers.checkpoints.families import family_model
 from helpers.policies.shipped import SHIPPED
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.records import no_progress
-from stages.policies.formats import Rotation, WeightsFormat
+from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy, Side
 from stages.policies.scales import SCALES_FILE
 from stages.quantize.materialize import source_dtype
@@ -35,18 +35,14 @@ def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsF
     run: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "progress": no_progress} | options
     policy = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
     quantize_weights(checkpoint, out, weights=weights, seed=0, **run)
-    extremes = {}
-    for rotation in rotations(policy):
-        extremes[rotation] = out / f"extremes_{rotation}"
-        extremes[rotation].mkdir()
-        measure_cache(checkpoint, out, extremes[rotation], rotation=rotation, **run)
+    extremes = None
+    if any(form.scale == "calibrated" for _, form in policy.formats):
+        extremes = out / "extremes"
+        extremes.mkdir()
+        measure_cache(checkpoint, out, extremes, **run)
     scale_cache(checkpoint, out, policy=policy, extremes=extremes)
     (out / "exports").mkdir()
     export(checkpoint, out, out / SCALES_FILE, out / "exports", weights=weights, policy=policy, seed=0, **run)
-
-
-def rotations(policy: KVPolicy) -> set[Rotation]:
-    return {form.rotation for _, form in policy.formats if form.scale == "calibrated"}
 
 
 def random_checkpoint(family: str, tokenizer_from: Path, directory: Path, rope_scaling: dict[str, Any] | None = None) -> Path:

@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -49,8 +49,8 @@ def measure_cache(out: Path, calibration_texts: list[str]) -> None:
     (out / "extremes.json").write_text(json.dumps(max(map(len, calibration_texts))))
 
 
-def scale_cache(out: Path, policy: KVPolicy, extremes: Mapping[str, Path]) -> None:
-    (out / SCALES_FILE).write_text(json.dumps([(path / "extremes.json").read_text() for path in extremes.values()]))
+def scale_cache(out: Path, policy: KVPolicy, extremes: Path | None) -> None:
+    (out / SCALES_FILE).write_text("" if extremes is None else (extremes / "extremes.json").read_text())
     (out / POLICY_FILE).write_text(policy.model_dump_json())
 
 

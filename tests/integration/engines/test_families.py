@@ -68,8 +68,8 @@ class Served:
                 weights.mkdir()
                 extremes.mkdir()
                 quantize_weights(checkpoint, weights, weights="none", seed=0, **run)
-                measure_cache(checkpoint, weights, extremes, rotation="none", **run)
-            scale_cache(checkpoint, out, policy=policy, extremes={"none": extremes})
+                measure_cache(checkpoint, weights, extremes, **run)
+            scale_cache(checkpoint, out, policy=policy, extremes=extremes)
         return out / SCALES_FILE
 
     def engine(self, policy: KVPolicy, attention: CpuAttention) -> OnnxEngine:

@@ -124,11 +124,11 @@ def adapter() -> Any:
     return modelopt_adapter
 
 
-def test_missing_quantizers_are_an_error_before_calibration(adapter: Any, tiny_checkpoint: Path) -> None:
+def test_missing_quantizers_are_an_error(adapter: Any, tiny_checkpoint: Path) -> None:
     """ModelOpt ignores names without a match, such as those of attention that it cannot hook, and leaves the cache exact."""
     model = load_model(inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(RuntimeError, match=r"8 quantizers instead of 10: model.layers.4.self_attn.k_bmm_quantizer is missing"):
-        adapter.measure_extremes(model, 5, "none", lambda _: pytest.fail("a text ran"), tiny_checkpoint)
+        adapter.measure_extremes(model, 5, lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint)
 
 
 def test_a_quantizer_that_attention_bypasses_is_an_error(adapter: Any, tiny_checkpoint: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_quantizer_that_attention_bypasses_is_an_error(adapter: Any, tiny_chec
         model.get_submodule("model.layers.0.self_attn.k_bmm_quantizer")(torch.ones(1, 2, 3, 64))
 
     with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
-        adapter.measure_extremes(load_model(inspect_checkpoint(tiny_checkpoint)), 1, "none", keys_alone, tiny_checkpoint)
+        adapter.measure_extremes(load_model(inspect_checkpoint(tiny_checkpoint)), 1, keys_alone, tiny_checkpoint)
 
 
 def test_values_that_are_not_finite_are_named_by_layer_and_side(adapter: Any, tiny_checkpoint: Path) -> None:
@@ -144,4 +144,4 @@ def test_values_that_are_not_finite_are_named_by_layer_and_side(adapter: Any, ti
     with torch.no_grad():
         model.get_submodule("model.layers.2.self_attn.v_proj").weight[0, 0] = float("nan")  # type: ignore[operator]
     with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 2 are not finite on the calibration texts"):
-        adapter.measure_extremes(model, 4, "none", lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint)
+        adapter.measure_extremes(model, 4, lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint)

@@ -119,15 +119,14 @@ def test_a_dry_run_foresees_the_artifacts_of_a_sweep(tmp_path: Path, capsys: pyt
         assert rounds <= {title for _, title, _ in foretold}
 
 
-def test_weights_are_quantized_once_and_extremes_per_rotation(tmp_path: Path) -> None:
+def test_weights_are_quantized_and_extremes_measured_once(tmp_path: Path) -> None:
     """Candidate and baseline differ only in their cache."""
     turned = "kv.key.rotation=hadamard"
-    wanted = {"kv=fp8_uncalibrated": 0, "kv=fp8": 1, "kv=fp8_head": 0, f"kv=fp8 kv.name=turned {turned}": 1}
+    wanted = {"kv=fp8_uncalibrated": 0, "kv=fp8": 1, "kv=fp8_head": 0, f"kv=fp8 kv.name=turned {turned}": 0}
     runs = [run_all(planned(tmp_path, "stage=build", *overrides.split())) for overrides in wanted]
     news = [[title for _, title, reused in job if not reused] for job in runs]
     assert [titles.count("extremes") for titles in news] == list(wanted.values())
     assert [titles.count("weights") for titles in news] == [1, 0, 0, 0]
-    assert [title for _, title, _ in runs[-1]].count("extremes") == 2, "values as they are, keys rotated"
     judged = run_all(planned(tmp_path, "stage=evaluate", "kv=int8"))
     assert {title for _, title, reused in judged if "weights" in title or "export" in title} == {"weights", "export"}
     assert all(reused for _, title, reused in judged if title in ("weights", "export"))

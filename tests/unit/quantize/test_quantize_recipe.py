@@ -40,11 +40,12 @@ def test_missing_unexpected_and_wrong_quantizers_are_named() -> None:
 
 
 def test_a_dead_channel_gets_a_scale_and_zeros_are_refused(tmp_path: Path) -> None:
-    dead: Measured = {"none": {(layer, Side.KEY): Extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32) for layer in range(2)}}
+    values = Extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32)
+    dead: Measured = {("none", (layer, Side.KEY)): values for layer in range(2)}
     scales = static_scales(policy(fmt("int4", "per_channel"), FP16), SMALL, dead, tmp_path)
     assert scales.layers[0][Side.KEY].scale == (2.0**-126, 2.0**-126, *(1.0,) * 30)
     with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 0 are all 0 on the calibration texts"):
-        static_scales(policy(FP16, FP8), SMALL, {"none": {(0, Side.VALUE): Extremes((0.0,), (0.0,))}}, tmp_path)
+        static_scales(policy(FP16, FP8), SMALL, {("none", (0, Side.VALUE)): Extremes((0.0,), (0.0,))}, tmp_path)
 
 
 ROTATED = fmt("fp8_e4m3", "per_tensor", rotation="hadamard")
