@@ -163,10 +163,10 @@ def _say_questions(run: Run) -> None:
     rounds = assign_rounds(run.verdict_steps.samples, workloads.rounds)
     console.say(f"{', '.join(kinds)} in at most {len(rounds)} round{'s' if len(rounds) > 1 else ''}")
     model = read_model(locate_checkpoint(run.config.model.path))
-    if not isinstance(backend, OnnxRuntimeConfig) or model.parameters is None:
+    if not isinstance(backend, OnnxRuntimeConfig):
         return
-    work = verdict_work(rounds, workloads)
-    first, whole = work.seconds(model.parameters, model.kv.layers * model.q_heads * model.kv.head_dim, backend.threads)
+    work, shape = verdict_work(rounds, workloads), model.info.shape
+    first, whole = work.seconds(model.parameters, shape.layers * model.info.q_heads * shape.head_dim, backend.threads)
     if whole < MIN_SECONDS:
         return
     parts = [f"{tokens - decoded:,.0f} and {decoded:,.0f}" for tokens, decoded, *_ in (work.first, work.whole)]
@@ -176,6 +176,6 @@ def _say_questions(run: Run) -> None:
     )
     console.say(
         f"a verdict on a CPU (backend=onnxruntime, {backend.threads} threads) takes about "
-        f"{work.gib(model.parameters, model.kv):.2g} GiB of memory and, if nothing is reused, {duration(first)} for the first "
+        f"{work.gib(model.parameters, shape):.2g} GiB of memory and, if nothing is reused, {duration(first)} for the first "
         f"round, {duration(whole)} for all rounds (at the rates of a Xeon with AVX-512 and nothing else to do)"
     )

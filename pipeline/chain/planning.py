@@ -21,8 +21,7 @@ from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import Evidence, identities, read_evidence
 from pipeline.evidence.verify import replay_record, requested_workloads
 from pipeline.store.store import Store
-from stages.checkpoints.description import describe_checkpoint, inspect_checkpoint, read_config
-from stages.checkpoints.gguf.model import inspect_gguf
+from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.intake.shapes import read_model
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.digest import file_digest
@@ -72,8 +71,8 @@ def recommend_policy(run: Run) -> None:
     config = run.config
     with show_progress("reading the evidence"):
         files, notes = _checkpoint_digests(config)
-        model = read_model(locate_checkpoint(config.model.path))
-        evaluations = [_read_judged(config, model.kv, files, directory) for directory in identities(config.artifacts).values()]
+        shape = read_model(locate_checkpoint(config.model.path)).info.shape
+        evaluations = [_read_judged(config, shape, files, directory) for directory in identities(config.artifacts).values()]
         judged = [evaluation for evaluation in evaluations if evaluation is not None]
     capacity = _capacity(config, [evaluation.policy for evaluation in judged])
     with show_progress("asking the backend which policies it serves"):
@@ -129,11 +128,7 @@ def evidence_lines(config: Config, arguments: Sequence[str], recommendation: Rec
 
 def _find_unserved(config: Config, policies: Mapping[str, KVPolicy]) -> set[str]:
     """Return the names of the policies that the backend refuses for this model; empty if it also refuses the 16-bit cache."""
-    path = locate_checkpoint(config.model.path)
-    try:
-        checkpoint = inspect_gguf(path).info if path.is_file() else describe_checkpoint(path, read_config(path), (), ())
-    except UserError:  # a family whose cache can be counted but not judged
-        return set()
+    checkpoint = read_model(locate_checkpoint(config.model.path)).info
     unserved, baseline = set(), ""
     for name, policy in {baseline: FP16_POLICY, **policies}.items():
         try:

@@ -99,15 +99,14 @@ def pages_of_ends(tokens: int, first: int, latest: int | None) -> set[int]:
 class SequenceCost:
     """Bytes of sequences under one policy, on one GPU."""
 
-    def __init__(
-        self, policy: KVPolicy, shape: KVShape, windows: Sequence[int | None], *, shares_pages: bool, shared_prefix: int = 0
-    ) -> None:
+    def __init__(self, policy: KVPolicy, shape: KVShape, *, shares_pages: bool, shared_prefix: int = 0) -> None:
         """Group the layers that keep the same pages. `shape` has the KV heads of one GPU.
 
-        `windows`: latest tokens that each layer attends to, None for all. `shares_pages`: whether all layers keep equal pages.
+        `shares_pages`: whether all layers keep equal pages.
         """
+        windows = shape.windows or (None,) * shape.layers
         if shares_pages and policy.eviction is None:
-            windows = [policy.latest_tokens(replace(shape, windows=tuple(windows)))] * len(windows)
+            windows = (policy.latest_tokens(shape),) * shape.layers
         self.policy = policy
         self.shared_pages = shared_prefix // PAGE_TOKENS
         self.exact_bytes = policy.exact_bytes(shape, 1)
@@ -210,8 +209,8 @@ def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat
 
     Raises UserError if a request is too long for the model, or the weights cannot be counted or leave nothing for the cache.
     """
-    limit = model.max_positions
-    if limit is not None and use.longest > limit:
+    limit = model.info.max_positions
+    if use.longest > limit:
         raise UserError(
             f"capacity.contexts: got {use.longest:,} tokens, {use.longest - limit:,} too many (the model was made for "
             f"{limit:,} tokens); give shorter ones, such as 'capacity.contexts=[{{tokens: {limit}, requests: 1}}]'"
@@ -250,35 +249,31 @@ def measure_capacity(
     `shares_pages`: whether the backend keeps the same pages for all layers. Raises UserError as `memory_budget` does, or if no
     policy fits the model.
     """
-    budget = memory_budget(model, use, weights)
+    budget, shape = memory_budget(model, use, weights), model.info.shape
     fitting, unfit = list[PolicyCapacity](), dict[str, str]()
     for label, policy in policies:
         try:
-            if model.latent is not None and not _fits_latent(policy, model.kv.head_dim):
-                raise UserError(f"its latent vectors of {model.latent} numbers (MLA) take one format and no scales per token")
-            policy.check_shape(model.kv)
+            policy.check_shape(shape)
         except UserError as error:
             unfit[label] = str(error)
         else:
             fitting.append(_policy_capacity(label, policy, model, use, budget, shares_pages))
     if not fitting:
-        raise UserError(f"kv={policies[0][0]}: does not fit {model.path}: {unfit[policies[0][0]]}")
+        raise UserError(f"kv={policies[0][0]}: does not fit {model.info.path}: {unfit[policies[0][0]]}")
     slots = sum(whole_pages(context.tokens) * context.requests for context in use.contexts)
     live = sum(context.tokens * context.requests for context in use.contexts)
-    notes = list(model.notes)
-    if model.latent is not None:
-        notes.append(f"a token has one latent vector of {model.latent} numbers for all heads (MLA): half of them count as keys")
-    if shares_pages and None in model.windows and any(model.windows):
+    notes = []
+    if shares_pages and None in shape.windows and any(shape.windows):
         notes.append("all layers keep the same pages on this backend, so the layers with sliding windows free none")
-    if use.tensor_parallel > model.kv.kv_heads and model.latent is None:
-        copies = use.tensor_parallel // model.kv.kv_heads
-        notes.append(f"{model.kv.kv_heads} KV heads on {use.tensor_parallel} GPUs: each head's cache is stored {copies} times")
+    if use.tensor_parallel > shape.kv_heads:
+        copies = use.tensor_parallel // shape.kv_heads
+        notes.append(f"{shape.kv_heads} KV heads on {use.tensor_parallel} GPUs: each head's cache is stored {copies} times")
     return Capacity(
         model=name,
-        layers=model.kv.layers,
-        q_heads=model.q_heads,
-        kv_heads=model.kv.kv_heads,
-        head_dim=model.kv.head_dim,
+        layers=shape.layers,
+        q_heads=model.info.q_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         use=use,
         budget=budget,
         block_waste=1 - live / slots,
@@ -288,17 +283,11 @@ def measure_capacity(
     )
 
 
-def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
-    """Return whether a policy can store vectors that are keys and values at once: one format, no scales per token."""
-    uniform = policy.key == policy.value and not policy.overrides and policy.window is None
-    return uniform and not policy.exact_tokens and not policy.key.scales_per_token(head_dim)
-
-
 def _policy_capacity(
     name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget, shares_pages: bool
 ) -> PolicyCapacity:
-    rank = KVShape(model.kv.layers, model.kv_heads_per_rank(use.tensor_parallel), model.kv.head_dim)
-    cost = SequenceCost(policy, rank, model.windows, shares_pages=shares_pages, shared_prefix=use.shared_prefix_tokens)
+    rank = replace(model.info.shape, kv_heads=model.kv_heads_per_rank(use.tensor_parallel))
+    cost = SequenceCost(policy, rank, shares_pages=shares_pages, shared_prefix=use.shared_prefix_tokens)
     requests, live_tokens = admit(cost, use.cycle, use.below_ceiling(budget.cache))
     fit = budget.cache // policy.bytes_per_token(rank)
     return PolicyCapacity(

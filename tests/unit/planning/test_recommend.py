@@ -16,6 +16,7 @@ from pipeline.chain.job_run import Run
 from pipeline.chain.planning import evidence_lines, recommend_policy
 from pipeline.config.compose import plan
 from pipeline.config.options import labelled
+from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.intake.shapes import ModelShape
 from stages.core.errors import GateRefusal
 from stages.planning.capacity import Capacity, measure_capacity
@@ -25,13 +26,14 @@ from stages.verdict.coverage import Exercised, Limits
 from stages.verdict.report import SAMPLES_FILE
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
-MODEL = ModelShape(Path("/models/some-llm"), SHAPE, 4, (None,) * 4, 8192, dict, ())
+INFO = CheckpointInfo(Path("/models/some-llm"), "LlamaForCausalLM", SHAPE, 4, 1000, 512, 8192, None, (), (), ())
+MODEL = ModelShape(INFO, {})
 USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{tokens: 900, requests: 1}]"]
 
 
 @cache
 def capacity(*overrides: str) -> Capacity:
-    config = plan([*USE, *overrides], multirun=False).jobs[0].capacity
+    config = plan([*USE, "capacity.weights_gib=0", *overrides], multirun=False).jobs[0].capacity
     return measure_capacity("some-llm", MODEL, config, "none", labelled([]), shares_pages=True)
 
 
