@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
+from stages.checkpoints.families import ARCHITECTURES, FAMILIES, LARGER_MODEL, other_cache
 from stages.checkpoints.files import (
     GENERATION,
     check_file,
@@ -96,12 +96,14 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's config.json, or of text_config in it if the decoder is nested there.
+    """Return the content of a checkpoint's config.json without keys that do not affect the model.
 
-    Keys that do not affect the model are left out. A missing quantization_config is read from compression_config, which is its
-    older name, or from ModelOpt's file. Raises UserError for a model that also takes images or audio.
+    A missing quantization_config is read from compression_config, which is its older name, or from ModelOpt's file. Raises
+    UserError if the decoder is a part of a larger model.
     """
-    config = model_keys(read_json(path, "config.json"))
+    content = read_json(path, "config.json")
+    # Keys with _implementation may name a kernel on a hub, which is code.
+    config = {key: value for key, value in content.items() if "_implementation" not in key and key not in IGNORED_KEYS}
     older = config.pop("compression_config", None)  # older name of quantization_config, which vLLM still reads
     if older is not None and config.get("quantization_config") is None:
         config["quantization_config"] = older
@@ -110,22 +112,10 @@ def read_config(path: Path) -> dict[str, Any]:
         if isinstance(declared, dict):
             declared = {**declared, "ignore": declared.get("exclude_modules") or [], "quant_method": "modelopt"}
         config["quantization_config"] = declared
-    for key in OTHER_INPUTS:
+    for key in LARGER_MODEL:
         if config.get(key) is not None:
-            raise refusal(path, f"config.json: {key}: a model that also takes images or audio; save only its language model")
-    nested = config.get("text_config")
-    if nested is not None and "num_hidden_layers" in config:
-        raise refusal(path, "config.json: both text_config and the top level describe the decoder; keep one of them")
-    if not isinstance(nested, dict):
-        return config
-    outer = {key: config[key] for key in ("architectures", "dtype", "torch_dtype", "quantization_config") if key in config}
-    return {**outer, **nested}
-
-
-def model_keys(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json without the keys that do not affect the model."""
-    # Keys with _implementation may name a kernel on a hub, which is code.
-    return {key: value for key, value in content.items() if "_implementation" not in key and key not in IGNORED_KEYS}
+            raise refusal(path, f"config.json: {key}: the decoder is a part of a larger model; save only its language model")
+    return config
 
 
 def describe_checkpoint(

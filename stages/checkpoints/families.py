@@ -152,8 +152,8 @@ OTHER_CACHES = {
 }
 """Key in config.json of a model whose cache kvgate does not support -> the reason."""
 
-OTHER_INPUTS = ("vision_config", "audio_config")
-"""Keys of config.json of models that also take images or audio."""
+LARGER_MODEL = ("vision_config", "audio_config", "text_config")
+"""Keys of config.json of models that contain a decoder, such as models that also take images or audio."""
 
 
 def other_cache(config: Mapping[str, Any]) -> tuple[str, str] | None:

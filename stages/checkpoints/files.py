@@ -139,16 +139,14 @@ def end_tokens(directory: Path, vocab_size: int = MAX_TOKENS) -> tuple[int, ...]
     """
     ends: list[int] = []
     for name in FILES_WITH_END_TOKENS:
-        content = read_json(directory, name) if os.path.lexists(directory / name) else {}
-        nested = content.get("text_config")
-        for value in (content.get(KEY), nested.get(KEY) if isinstance(nested, dict) else None):
-            tokens = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(type(token) is int and -1 <= token < vocab_size for token in tokens):
-                shown_value = short(repr(value), 40)
-                raise refusal(
-                    directory, f"{name}: {KEY} must be one or more of the {vocab_size:,} tokens, got {shown_value}; correct it"
-                )
-            ends += tokens
+        value = read_json(directory, name).get(KEY) if os.path.lexists(directory / name) else None
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and -1 <= token < vocab_size for token in tokens):
+            shown_value = short(repr(value), 40)
+            raise refusal(
+                directory, f"{name}: {KEY} must be one or more of the {vocab_size:,} tokens, got {shown_value}; correct it"
+            )
+        ends += tokens
     return tuple(dict.fromkeys(token for token in ends if token >= 0))
 
 

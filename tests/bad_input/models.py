@@ -38,7 +38,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a dtype of auto", {"torch_dtype": "auto"}, ("torch_dtype must be one of float32", "'auto'")),
     ("another length under another name", {"n_positions": 1024}, ("n_positions=1024 is below max_position_embeddings=2048",)),
-    ("a vision tower", {"vision_config": {}}, ("vision_config", "images")),
+    ("a vision tower", {"vision_config": {}}, ("vision_config", "save only its language model")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
     ("architecture with terminal escape codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported", "LlamaForCausalLM")),
     ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
@@ -46,7 +46,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("quantized, under an older key", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("more experts per token than experts", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
-    ("a decoder in text_config too", {"text_config": {"model_type": "llama"}}, ("text_config", "keep one")),
+    ("a decoder in text_config", {"text_config": {"model_type": "llama"}}, ("text_config", "save only its language model")),
 )
 
 UNREAD_KEYS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (

@@ -106,15 +106,6 @@ def test_a_config_of_transformers_4_57_means_the_same_to_5(family: str, tmp_path
     assert has_windows(info, config)
 
 
-def test_a_decoder_nested_in_text_config_is_read(tmp_path: Path) -> None:
-    family_model("llama").save_pretrained(tmp_path)
-    config = read_config(tmp_path)
-    beside = {"architectures": config.pop("architectures"), "dtype": config.pop("dtype")}
-    nested = inspect_config(tmp_path, {**beside, "model_type": "wrapper", "text_config": config})
-    assert nested == inspect_config(tmp_path, {**beside, **config})
-    check_weights(nested)
-
-
 @pytest.mark.parametrize("changed", [1.0, 1.5])
 def test_stored_frequencies_may_lack_the_scaling(changed: float, tmp_path: Path) -> None:
     stored = {FREQUENCIES: changed * (10000.0 ** (-torch.arange(16) / 16)).half()}

@@ -189,7 +189,7 @@ def test_each_quantized_form_is_described_and_dequantized(form: str, tiny_checkp
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_nested_decoder_is_dequantized_as_float32(key: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_in_bfloat16_is_dequantized_as_float32(key: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     given, out = tmp_path / "given", tmp_path / "out"
     shutil.copytree(tiny_checkpoint, given)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(given / "model.safetensors").items()}
@@ -198,7 +198,7 @@ def test_a_nested_decoder_is_dequantized_as_float32(key: str, tiny_checkpoint: P
     index = {"metadata": None, "weight_map": dict.fromkeys(tensors, "only.safetensors")}
     (given / INDEX).write_text(json.dumps(index))
     config = {name: value for name, value in read_config(given).items() if not name.endswith("dtype")} | {key: "bfloat16"}
-    (given / "config.json").write_text(json.dumps({"architectures": config.pop("architectures"), "text_config": config}))
+    (given / "config.json").write_text(json.dumps(config))
     weight = "model.layers.0.mlp.up_proj.weight"
     write_dequantized(inspect_checkpoint(given), out, {weight: tensors[weight].float() + 1e-4})
     described = read_config(out)

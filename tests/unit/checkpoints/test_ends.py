@@ -55,8 +55,6 @@ def test_both_files_define_stop_tokens(generation: object, config: object, expec
     (tmp_path / "bundle").mkdir()
     copy_tokenizer(folder, tmp_path / "bundle")
     assert end_tokens(tmp_path / "bundle") == expected
-    (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": USER}}))
-    assert end_tokens(folder)[-1] == USER
 
 
 NEXT_TURN_ENDS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
