@@ -70,13 +70,6 @@ class Header:
     def error(self, problem: str) -> UserError:
         return _error(self.path, problem)
 
-    def floats(self, name: str) -> tuple[float, ...]:
-        tensor = self.tensors[name]
-        assert tensor.kind == "F32", "the caller checked the type"
-        with self.path.open("rb") as stream:
-            stream.seek(tensor.offset)
-            return struct.unpack(f"<{math.prod(tensor.shape)}f", stream.read(tensor.nbytes))
-
 
 class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:

@@ -4,11 +4,13 @@ llama.cpp writes Mistral as `general.architecture=llama`, because both compute t
 """
 
 import math
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from stages.checkpoints.description import CheckpointInfo, describe_checkpoint
 from stages.checkpoints.families import FAMILIES
@@ -220,28 +222,24 @@ def _llama3_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any] | 
     half = config["head_dim"] // 2
     if tensor.kind != "F32" or tensor.shape != (half,):
         raise header.error(f"{ROPE_FACTORS} must be {half} values of type F32, got {tensor.shape} of {tensor.kind}")
-    factors = header.floats(ROPE_FACTORS)
-    if all(factor == 1 for factor in factors):
+    factors = np.fromfile(header.path, "<f4", half, offset=tensor.offset)
+    if (factors == 1).all():
         return None
-    scaling = {"rope_type": "llama3", "factor": _shortest(max(factors)), **LLAMA3_ROPE}
-    expected = _llama3_factors(half, config["rope_theta"], scaling)
-    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, expected, strict=True)):
+    scaling = {"rope_type": "llama3", "factor": _shortest(factors.max()), **LLAMA3_ROPE}
+    if not np.allclose(factors, _llama3_factors(half, config["rope_theta"], scaling), rtol=1e-4, atol=0):
         raise header.error(f"{ROPE_FACTORS} is not the rotary scaling of Llama 3; use the model's Hugging Face checkpoint")
     return scaling
 
 
-def _llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[float]:
+def _llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> npt.NDArray[np.float64]:
     """Return the divisors of the frequencies of `half` pairs (in transformers: `_compute_llama3_parameters`)."""
-    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-    factors = []
-    for pair in range(half):
-        turns = scaling["original_max_position_embeddings"] / (2 * math.pi * theta ** (pair / half))
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi * theta ** (np.arange(half) / half))
+    smooth = ((turns - low) / (high - low)).clip(0.0, 1.0)
+    factors: npt.NDArray[np.float64] = 1 / ((1 - smooth) / scaling["factor"] + smooth)
     return factors
 
 
 def _shortest(value: float) -> float:
     """Return the shortest decimal number that rounds to this float32, for example 1e-05 for 9.999999747378752e-06."""
-    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
-    return next(float(text) for text in texts if struct.pack("<f", float(text)) == struct.pack("<f", value))
+    return float(str(np.float32(value)))
