@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from stages.core.errors import UserError
 from stages.core.records import PREFILL_CHUNK, LoadTimes, MemoryReport, ServedRequest, StoredCopy
-from stages.policies.delivery import LayerDelivery
 from stages.policies.policy import KVPolicy, KVShape, Side
+from stages.policies.scales import LayerDelivery
 
 if TYPE_CHECKING:
     import numpy as np

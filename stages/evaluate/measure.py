@@ -33,7 +33,7 @@ from stages.evaluate.distances.distance import (
 )
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, repeated_samples
-from stages.policies.delivery import ScaleChange, ScaleChangeKind, describe_changes, scale_changes
+from stages.policies.scales import ScaleChange, ScaleChangeKind, describe_changes, scale_changes
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.workloads.config import WorkloadsConfig

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stages.core.records import Number, Record
-from stages.policies.delivery import ScaleChange
 from stages.policies.policy import PAGE_TOKENS, whole_pages
+from stages.policies.scales import ScaleChange
 from stages.verdict.conformance import Conformance
 from stages.verdict.coverage import Exercised, Limits
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from stages.core.records import Number, Record, finite
 from stages.core.strict import StrictModel
-from stages.policies.delivery import ScaleChangeKind
+from stages.policies.scales import ScaleChangeKind
 
 RULES = 31
 """Version of the gates' rules. Evidence of a verdict by another version is refused."""

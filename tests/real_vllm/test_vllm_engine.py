@@ -40,8 +40,8 @@ from stages.engines.vllm.engine import VllmEngine
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.evaluate.measure import audit_scales
-from stages.policies.delivery import LayerDelivery, scale_changes
 from stages.policies.policy import KVPolicy, Side
+from stages.policies.scales import LayerDelivery, scale_changes
 from stages.workloads.generated import generate
 
 

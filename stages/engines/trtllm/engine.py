@@ -11,8 +11,8 @@ from stages.engines.trtllm.backend import PROGRAM, TrtllmBundle, require_gpus
 from stages.engines.trtllm.build import ENGINE, compile_engine, write_faulted
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.settings import rank_capabilities, rank_environment
-from stages.policies.delivery import LayerDelivery
 from stages.policies.policy import Side
+from stages.policies.scales import LayerDelivery
 
 
 class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):

@@ -20,9 +20,9 @@ from stages.engines.interpreter.requests import Bytes, InspectableEngine, forced
 from stages.engines.vllm.backend import PROGRAM, VllmBundle, VllmFacts, on_cpu
 from stages.engines.vllm.checkpoint import stored_scales, write_faulted
 from stages.engines.vllm.config import VllmConfig
-from stages.policies.delivery import LayerDelivery
 from stages.policies.formats import Format
 from stages.policies.policy import FP16_POLICY, PAGE_TOKENS, Side, page_count
+from stages.policies.scales import LayerDelivery
 
 LOGPROBS = 20
 """Maximum log-probabilities per token in a request. An evaluation needs only the chosen token's."""

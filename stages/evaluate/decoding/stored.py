@@ -25,7 +25,7 @@ from stages.core.records import Sample
 from stages.core.redaction import printable, redact_text
 from stages.evaluate.distances.distance import LOGPROB_ARRAYS, Array, SampleLogProbs, StepStatistics, collect_statistics
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.policies.delivery import ScaleChange
+from stages.policies.scales import ScaleChange
 from stages.verdict.conformance import EngineConformance
 from stages.verdict.coverage import Exercised
 from stages.verdict.report import EngineTests

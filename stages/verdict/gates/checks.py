@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from stages.core.records import Sample
-from stages.policies.delivery import describe_changes
+from stages.policies.scales import describe_changes
 from stages.verdict.conformance import describe
 from stages.verdict.figures import MIN_SOUND_REQUESTS, GateInput, by_workload
 from stages.verdict.gates.distances import shows_none_ruined

@@ -37,9 +37,8 @@ from stages.engines.vllm.backend import (
 from stages.engines.vllm.checkpoint import write_checkpoint
 from stages.engines.vllm.engine import EVALUATION_ARGS, VllmEngine
 from stages.evaluate.measure import audit_scales, measure
-from stages.policies.delivery import ScaleChange
 from stages.policies.policy import KVPolicy, KVShape, Side
-from stages.policies.scales import KVScales, SideScales
+from stages.policies.scales import KVScales, ScaleChange, SideScales
 
 EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 

@@ -28,8 +28,8 @@ from stages.evaluate.decoding.free import free_answers
 from stages.evaluate.decoding.stored import SampleResult
 from stages.evaluate.decoding.system import wrong_allocation
 from stages.evaluate.inputs.tokens import encode
-from stages.policies.delivery import LayerDelivery, ScaleChangeKind, describe_changes, scale_changes
 from stages.policies.policy import Side
+from stages.policies.scales import LayerDelivery, ScaleChangeKind, describe_changes, scale_changes
 from stages.verdict.conformance import (
     ALLOWED,
     ComparedRequest,
