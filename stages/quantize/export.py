@@ -25,7 +25,7 @@ from stages.quantize import validate
 from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import copy_checkpoint, require_same_weights, source_dtype
 from stages.quantize.recipe import cache_quantizers
-from stages.quantize.run import calibration_device, dequantized_weights, quantized_model
+from stages.quantize.run import DEVICE_FILE, calibration_device, dequantized_weights, quantized_model
 
 
 def export(
@@ -96,12 +96,12 @@ def recorded_device(quantized: Path) -> torch.device:
 
     Raises MissingRequirement if it was a GPU, and torch finds no GPU here.
     """
-    recorded = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
-    if recorded["device"] != "cpu" and calibration_device().type == "cpu":
+    recorded = torch.device(json.loads((quantized / DEVICE_FILE).read_text(encoding="utf-8")))
+    if recorded.type != "cpu" and calibration_device().type == "cpu":
         raise MissingRequirement(
             "the weights were quantized on a GPU, and torch finds no GPU here; export on a machine with one"
         )
-    return torch.device(recorded["device"])
+    return recorded
 
 
 Reasons = dict[str, str | None]

@@ -31,7 +31,7 @@ from stages.quantize.recipe import ForwardLoop, weight_recipe
 from stages.quantize.scales import EXTREMES_FILE, read_extremes, static_scales, write_extremes
 
 CPU = torch.device("cpu")
-CHECKPOINT = "checkpoint"
+CHECKPOINT, DEVICE_FILE = "checkpoint", "device.json"
 
 
 def quantize_weights(
@@ -50,7 +50,7 @@ def quantize_weights(
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the engine's effective weights (see materialize.py).
     - `served/`: the checkpoint itself, which engines load, if its weights are already quantized.
-    - `quantizers.json`: the enabled quantizers, and the device.
+    - `device.json`: the device that quantized the weights, because an export must repeat the quantization.
     """
     info = inspect_checkpoint(checkpoint)
     device = calibration_device()
@@ -63,11 +63,7 @@ def quantize_weights(
         write_dequantized(info, out / CHECKPOINT, dequantized_weights(model, info.shape.layers))
     else:
         copy_checkpoint(info, out / CHECKPOINT)
-    report = {
-        "device": device.type if weights != "none" else "cpu",  # an export needs the same device to repeat the quantization
-        "quantizers": sorted(weight_recipe(weights, info.shape.layers).expected),
-    }
-    (out / "quantizers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (out / DEVICE_FILE).write_text(json.dumps(device.type if weights != "none" else CPU.type), encoding="utf-8")
 
 
 def measure_cache(
