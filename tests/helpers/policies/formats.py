@@ -39,7 +39,7 @@ def every_format() -> list[Format]:
     formats = []
     rotations, sources = get_args(Rotation), get_args(ScaleSource)
     keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
-    plain = [name for name, code in CODES.items() if code.dynamic_group is None]  # test_engine_formats.py tests the others
+    plain = [name for name, code in CODES.items() if code.dynamic_group is None]  # the others have tests of their own
     for values in product(plain, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
         try:
             formats.append(Format.model_validate(dict(zip(keys, values, strict=True))))
