@@ -167,24 +167,26 @@ class EngineSteps(Artifacts):
 
         return checkpoint_scales(info, policy) is not None
 
-    def exports(self, policy: KVPolicy, ranks: int = 1) -> Artifact:
+    def exports(self, policy: KVPolicy) -> Artifact:
         weights, scales = self.weights(), self.quantized(policy)
-        config = {**self._quantizing, "kv": policy.model_dump(), "ranks": ranks}
+        ranks = self.backend.export_ranks
+        config = {"weights": self.config.weights.format, "kv": policy.model_dump(), "ranks": ranks}
         inputs = self._quantized_inputs() | {"quantized": scales.digest}
 
         def build(out: Path, progress: Progress) -> None:
             from stages.quantize.export import export
 
             paths = (self.checkpoint, weights.path, scales.path / SCALES_FILE, out)
-            export(*paths, policy=policy, **self._quantizing, calibration_texts=self._texts(), ranks=ranks, progress=progress)
+            export(*paths, policy=policy, weights=self.config.weights.format, ranks=ranks, progress=progress)
 
         return self.make(Recipe("exports", config, inputs, MODELOPT), build, policy)
 
     @property
     def _quantizing(self) -> dict[str, Any]:
-        """The options for quantizing weights, as keyword arguments of `quantize_weights` and `export`."""
+        """The options for quantizing weights, as keyword arguments of `quantize_weights`."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
-        return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
+        ranks = self.backend.export_ranks
+        return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed, "ranks": ranks}
 
     @cached_property
     def reference_config(self) -> TorchConfig:

@@ -65,11 +65,8 @@ class Artifacts(Protocol):
         """Return the quantized weights, a checkpoint that the baseline and every candidate share."""
         ...
 
-    def exports(self, policy: KVPolicy, ranks: int = 1) -> Artifact:
-        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy.
-
-        `ranks`: GPUs that the export for TensorRT-LLM's engines is split over.
-        """
+    def exports(self, policy: KVPolicy) -> Artifact:
+        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
         ...
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
@@ -101,6 +98,11 @@ class Backend(ABC, Generic[C]):
     def build_module(self) -> str:
         """Module whose `build_bundle` builds bundles."""
         return f"stages.engines.{self.config.folder}.build"
+
+    @property
+    def export_ranks(self) -> int:
+        """GPUs that ModelOpt's export for TensorRT-LLM is split over."""
+        return 1
 
     @abstractmethod
     def check_inputs(self, job: Job) -> None:

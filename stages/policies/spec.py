@@ -75,8 +75,6 @@ class Spec:
     """Whether only the reference engine supports the format."""
     native: tuple[int | None, int | None] = (None, None)
     """Numbers in stages/engines/onnx/native/codes.h for symmetric and asymmetric codes; None if the kernel lacks them."""
-    modelopt_bits: int | tuple[int, int] | None = None
-    """ModelOpt's num_bits for this arithmetic: bits, or (exponent bits, mantissa bits); None if ModelOpt differs."""
     modelopt_name: str | None = None
     """ModelOpt's algorithm name for a cache with one calibrated scale per layer; None if no export of it is correct."""
     vllm: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,6 @@ FP8_E4M3 = Spec(
     E4M3,
     448.0,
     native=(2, None),
-    modelopt_bits=(4, 3),
     modelopt_name="FP8",
     vllm={"per_tensor": "fp8_e4m3", "per_head": "fp8_e4m3"},
     sglang="fp8_e4m3",
@@ -22,9 +21,9 @@ FP8_E4M3 = Spec(
 """4 exponent bits, 3 mantissa bits, no infinities."""
 FP8_E5M2 = Spec("fp8_e5m2", "float", 8, E5M2, 57344.0, native=(3, None), vllm={"per_tensor": "fp8_e5m2"}, sglang="fp8_e5m2")
 """5 exponent bits, 2 mantissa bits. ModelOpt refuses it."""
-INT8 = Spec("int8", "integer", 8, PACKED, 127.0, native=(4, 5), modelopt_bits=8, modelopt_name="INT8")
+INT8 = Spec("int8", "integer", 8, PACKED, 127.0, native=(4, 5), modelopt_name="INT8")
 """-127 to 127, or 0 to 255 with a zero point."""
-INT4 = Spec("int4", "integer", 4, PACKED, 7.0, native=(6, 7), modelopt_bits=4)
+INT4 = Spec("int4", "integer", 4, PACKED, 7.0, native=(6, 7))
 """-7 to 7, or 0 to 15 with a zero point; two codes per byte."""
 
 

@@ -1,31 +1,26 @@
-"""Writes and validates ModelOpt's two official exports, if they can express the policy.
+"""Writes ModelOpt's two official exports with a policy's cache, if they can express it.
 
 If an export is not written, exports.json contains the reason.
 """
 
-import copy
 import json
 import shutil
 from pathlib import Path
 
-import torch
-
-from stages.checkpoints.description import inspect_checkpoint, read_config
+from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, read_config
 from stages.checkpoints.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
 from stages.checkpoints.files import GENERATION, TOKENIZER_FILES, read_json
-from stages.checkpoints.loading import load_tokenizer
 from stages.checkpoints.quantized import MODELOPT_FILE, SERVED
-from stages.core.errors import MissingRequirement
+from stages.core.files import link_or_copy_all
 from stages.core.records import Progress
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
 from stages.policies.scales import KVScales, write_policy
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize import validate
-from stages.quantize.calibration import tokenize
-from stages.quantize.materialize import copy_checkpoint, require_same_weights, source_dtype
-from stages.quantize.recipe import cache_quantizers
-from stages.quantize.run import DEVICE_FILE, calibration_device, dequantized_weights, quantized_model
+from stages.quantize.cache_format import declare_tensorrt_llm, declare_unified_hf
+from stages.quantize.materialize import copy_checkpoint, source_dtype
+from stages.quantize.recipe import NOTHING
+from stages.quantize.run import CHECKPOINT, TENSORRT_LLM, UNIFIED_HF, export_weights, load_model
 
 
 def export(
@@ -36,72 +31,55 @@ def export(
     *,
     weights: WeightsFormat,
     policy: KVPolicy,
-    calibration_texts: list[str],
-    max_length: int,
-    seed: int,
     ranks: int = 1,
     progress: Progress,
 ) -> None:
     """Export a quantized checkpoint in ModelOpt's official formats.
 
-    The weights are quantized again and must equal the first result. `quantized` is the output of `quantize_weights` for the
-    checkpoint, and `scales` is the file of static scales written by `scale_cache`.
+    `quantized` is the output of `quantize_weights` for the checkpoint and `ranks`, and `scales` is the file of static scales
+    written by `scale_cache`.
 
     `out` receives:
 
-    - `unified_hf/`, `tensorrt_llm/`: the exports that can express the policy, each validated. The second is split over `ranks`
-      GPUs, after the same export for one was validated.
+    - `unified_hf/`, `tensorrt_llm/`: the exports that can express the policy.
     - `exports.json`: for each export the reason why it was not written; null if it was written.
     - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: the quantized checkpoint (as links), the policy and its scales.
     """
-    info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
-    static = KVScales.model_validate_json(scales.read_bytes())
-    copy_checkpoint(judged, out / "checkpoint")
+    info, static = inspect_checkpoint(checkpoint), KVScales.model_validate_json(scales.read_bytes())
+    copy_checkpoint(inspect_checkpoint(quantized / CHECKPOINT), out / CHECKPOINT)
     write_policy(out, policy, static)
     if info.quantized is not None:
-        _write_reasons(out, export_quantized(quantized / SERVED, out / "unified_hf", policy))
+        _write_reasons(out, export_quantized(quantized / SERVED, out / UNIFIED_HF, policy))
         return
     reasons: Reasons = {
-        "tensorrt_llm": export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info),
-        "unified_hf": export_refusal(policy, UNIFIED_HF_KV),
+        TENSORRT_LLM: export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info),
+        UNIFIED_HF: export_refusal(policy, UNIFIED_HF_KV),
     }
     _write_reasons(out, reasons)
-    if all(reasons.values()):
-        return
-    samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
-    model = quantized_model(info, weights, samples, seed, progress, recorded_device(quantized))
-    if weights != "none":
-        require_same_weights(judged, dequantized_weights(model, info.shape.layers))
-    adapter.add_cache_quantizers(model, cache_quantizers(policy, static))
-    adapter.cast_for_export(model, source_dtype(info))
-    progress("exporting", 0, 2)
-    if not reasons["tensorrt_llm"]:
-        adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info))
-        validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, static)
-        if ranks > 1:
-            adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info), ranks)
-    progress("exporting", 1, 2)
-    if not reasons["unified_hf"]:  # must be last: the exporter changes the model in place
-        adapter.export_unified_hf(model, out / "unified_hf")
-        validate.validate_unified_hf(out / "unified_hf", policy, weights, static)
+    written = [name for name, reason in reasons.items() if not reason]
+    progress("exporting", 0, 1)
+    if weights == "none" and written:
+        _export_plain(info, out, written, ranks)
+    for name in written:
+        if weights != "none":
+            (out / name).mkdir()
+            link_or_copy_all([file.name for file in (quantized / name).iterdir()], quantized / name, out / name)
+        declare = declare_unified_hf if name == UNIFIED_HF else declare_tensorrt_llm
+        declare(out / name, policy, static)
+    if UNIFIED_HF in written:
         # The exporter does not write these files, and an engine needs the complete checkpoint in one directory.
-        for name in (GENERATION, *TOKENIZER_FILES):
-            if name in info.other_files:
-                shutil.copyfile(info.path / name, out / "unified_hf" / name)
-    progress("exporting", 2, 2)
+        for file in (GENERATION, *TOKENIZER_FILES):
+            if file in info.other_files:
+                (out / UNIFIED_HF / file).unlink(missing_ok=True)
+                shutil.copyfile(info.path / file, out / UNIFIED_HF / file)
+    progress("exporting", 1, 1)
 
 
-def recorded_device(quantized: Path) -> torch.device:
-    """Return the device that quantized the weights. Another device would round differently.
-
-    Raises MissingRequirement if it was a GPU, and torch finds no GPU here.
-    """
-    recorded = torch.device(json.loads((quantized / DEVICE_FILE).read_text(encoding="utf-8")))
-    if recorded.type != "cpu" and calibration_device().type == "cpu":
-        raise MissingRequirement(
-            "the weights were quantized on a GPU, and torch finds no GPU here; export on a machine with one"
-        )
-    return recorded
+def _export_plain(info: CheckpointInfo, out: Path, names: list[str], ranks: int) -> None:
+    model = load_model(info)
+    adapter.quantize_model(model, NOTHING, None)
+    adapter.cast_for_export(model, source_dtype(info))
+    export_weights(model, info, "none", out, names, ranks)
 
 
 Reasons = dict[str, str | None]

@@ -68,16 +68,6 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def require_same_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that a checkpoint from `write_dequantized` has these weights. Raises RuntimeError naming one that differs."""
-    for name in info.weight_files:
-        with safe_open(info.path / name, framework="pt") as stored:
-            for key in weights.keys() & set(stored.keys()):
-                tensor = stored.get_tensor(key)
-                if not torch.equal(tensor, _cast(key, weights[key], tensor.dtype)):
-                    raise RuntimeError(f"{key}: quantizing it again gives other values than {info.path} contains")
-
-
 def source_dtype(info: CheckpointInfo) -> torch.dtype:
     """Return the dtype of the checkpoint's stored embedding; the dtype in config.json may be wrong."""
     for name in info.weight_files:

@@ -8,7 +8,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ from stages.engines.reference.formats import hadamard
 from stages.policies.formats import Rotation
 from stages.policies.policy import SIDES
 from stages.quantize.recipe import (
-    NOTHING,
     PER_CHANNEL,
     SHARED_INPUTS,
     Attributes,
@@ -90,16 +89,6 @@ def measure_extremes(model: torch.nn.Module, layers: int, forward_loop: ForwardL
                 )
             measured[rotation, place] = Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes))
     return measured
-
-
-def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, tuple[Attributes, float]]) -> None:
-    """Enable the named quantizers of keys and values with maxima that were measured before."""
-    if not any(isinstance(module, TensorQuantizer) for module in model.modules()):
-        quantize_model(model, NOTHING, None)
-    for name, (attributes, amax) in quantizers.items():
-        quantizer = cast(Any, model.get_submodule(name))
-        quantizer.set_from_attribute_config({**attributes, "enable": True})
-        quantizer.amax = torch.tensor(amax)
 
 
 def enabled_quantizers(model: torch.nn.Module) -> list[tuple[str, TensorQuantizer]]:

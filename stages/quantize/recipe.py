@@ -11,9 +11,8 @@ from typing import Any
 
 from stages.checkpoints.families import LINEARS
 from stages.checkpoints.intake.shapes import AWQ_BLOCK
-from stages.policies.formats import Format, WeightsFormat
-from stages.policies.policy import KVPolicy, Side
-from stages.policies.scales import KVScales
+from stages.policies.formats import WeightsFormat
+from stages.policies.policy import Side
 
 Attributes = dict[str, Any]
 ForwardLoop = Callable[[Any], None]
@@ -47,6 +46,13 @@ _ALGORITHM: dict[WeightsFormat, Any] = {
     "int8_sq": "smoothquant",
     "int4_awq": {"method": "awq_lite", "alpha_step": 0.1},
 }
+QUANT_ALGO: dict[WeightsFormat, str | None] = {
+    "none": None,
+    "fp8": "FP8",
+    "int8_sq": "W8A8_SQ_PER_CHANNEL",
+    "int4_awq": "W4A16_AWQ",
+}
+"""The quant_algo that both exports declare for weights."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +82,6 @@ def quantizer_name(place: Place) -> str:
     """Return the module name of a quantizer in ModelOpt's model."""
     layer, side = place
     return f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}"
-
-
-def cache_quantizers(policy: KVPolicy, scales: KVScales) -> dict[str, tuple[Attributes, float]]:
-    """Return quantizer name -> (attributes, largest magnitude); an export derives the cache's scales from the magnitudes.
-
-    An export supports an unquantized cache, or one static scale each for the keys and the values of a layer.
-    """
-    return {
-        quantizer_name((layer, side)): (
-            _per_tensor(policy.sides(layer)[side]),
-            scale.scale[0] * policy.sides(layer)[side].largest,
-        )
-        for layer, static in enumerate(scales.layers)
-        for side, scale in static.items()
-    }
-
-
-def _per_tensor(form: Format) -> Attributes:
-    attributes: Attributes = {"num_bits": form.code.modelopt_bits, "axis": None}
-    # Without narrow_range a value below the calibrated range becomes -128, outside the symmetric codes.
-    return attributes | ({"narrow_range": True} if form.code.kind == "integer" else {})
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:

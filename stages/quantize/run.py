@@ -4,16 +4,18 @@ Only the last step depends on the policy, so a model is quantized and measured o
 215 MB of memory, so functions import it when needed.
 """
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
 from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint
+from stages.checkpoints.exports import tensorrt_llm_refusal
 from stages.checkpoints.families import LINEARS
 from stages.checkpoints.loading import load_causal_lm, load_tokenizer
-from stages.checkpoints.quantized import SERVED
+from stages.checkpoints.quantized import MODELOPT_FILE, SERVED
 from stages.core.records import Progress
 from stages.policies.formats import WeightsFormat
 from stages.policies.policy import KVPolicy
@@ -27,11 +29,12 @@ from stages.quantize.materialize import (
     write_dequantized,
     write_plain,
 )
-from stages.quantize.recipe import ForwardLoop, weight_recipe
+from stages.quantize.recipe import QUANT_ALGO, ForwardLoop, weight_recipe
 from stages.quantize.scales import EXTREMES_FILE, read_extremes, static_scales, write_extremes
 
-CPU = torch.device("cpu")
-CHECKPOINT, DEVICE_FILE = "checkpoint", "device.json"
+CHECKPOINT = "checkpoint"
+UNIFIED_HF, TENSORRT_LLM = "unified_hf", "tensorrt_llm"
+"""Folders of ModelOpt's exports."""
 
 
 def quantize_weights(
@@ -42,6 +45,7 @@ def quantize_weights(
     calibration_texts: list[str],
     max_length: int,
     seed: int,
+    ranks: int = 1,
     progress: Progress,
 ) -> None:
     """Quantize a checkpoint's weights, which the baseline and all candidates share.
@@ -50,20 +54,20 @@ def quantize_weights(
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the engine's effective weights (see materialize.py).
     - `served/`: the checkpoint itself, which engines load, if its weights are already quantized.
-    - `device.json`: the device that quantized the weights, because an export must repeat the quantization.
+    - `unified_hf/`, `tensorrt_llm/`: ModelOpt's exports of quantized weights, if they support the model. The second is split
+      over `ranks` GPUs.
     """
     info = inspect_checkpoint(checkpoint)
-    device = calibration_device()
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     if info.quantized is not None:
         copy_without_scales(info, out / SERVED)
         write_plain(info, out / CHECKPOINT, progress)
     elif weights != "none":
-        model = quantized_model(info, weights, samples, seed, progress, device)
+        model = quantized_model(info, weights, samples, seed, progress)
         write_dequantized(info, out / CHECKPOINT, dequantized_weights(model, info.shape.layers))
+        export_weights(model, info, weights, out, weight_exports(info), ranks)
     else:
         copy_checkpoint(info, out / CHECKPOINT)
-    (out / DEVICE_FILE).write_text(json.dumps(device.type if weights != "none" else CPU.type), encoding="utf-8")
 
 
 def measure_cache(
@@ -100,32 +104,51 @@ def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Path
 
 
 def quantized_model(
-    info: CheckpointInfo,
-    weights: WeightsFormat,
-    samples: list[list[int]],
-    seed: int,
-    progress: Progress,
-    device: torch.device = CPU,
+    info: CheckpointInfo, weights: WeightsFormat, samples: list[list[int]], seed: int, progress: Progress
 ) -> torch.nn.Module:
-    """Load a checkpoint, quantize its weights on `device`, reproducibly and without cache quantizers; return it on the CPU."""
+    """Load a checkpoint and quantize its weights, reproducibly; return it on the CPU."""
+    from stages.quantize import modelopt_adapter as adapter
+
     torch.manual_seed(seed)
     progress("loading the checkpoint", 0, 1)
-    model = load_model(info).to(device)
+    model, layers = load_model(info).to(calibration_device()), info.shape.layers
     progress("loading the checkpoint", 1, 1)
-    if weights != "none":
-        from stages.quantize import modelopt_adapter as adapter
-
-        layers = info.shape.layers
-        adapter.quantize_model(model, weight_recipe(weights, layers), forward_loop("weights", samples, progress))
-        # The exports fuse and cast before they round. `checkpoint/` uses the same order, so that evaluated weights are shipped.
-        adapter.fuse_shared_inputs(model, layers)
-        adapter.cast_for_export(model, source_dtype(info))
+    adapter.quantize_model(model, weight_recipe(weights, layers), forward_loop("weights", samples, progress))
+    # The exports fuse and cast before they round. `checkpoint/` uses the same order, so that evaluated weights are shipped.
+    adapter.fuse_shared_inputs(model, layers)
+    adapter.cast_for_export(model, source_dtype(info))
     return model.cpu()
+
+
+def weight_exports(info: CheckpointInfo) -> list[str]:
+    """Return the names of ModelOpt's exports that support the model."""
+    return [UNIFIED_HF] if tensorrt_llm_refusal(info) else [TENSORRT_LLM, UNIFIED_HF]
+
+
+def export_weights(
+    model: torch.nn.Module, info: CheckpointInfo, weights: WeightsFormat, out: Path, exports: Collection[str], ranks: int
+) -> None:
+    """Write `exports` of a model from `quantized_model`, each to its folder in `out`, without a cache's format.
+
+    Changes the model. Raises RuntimeError if ModelOpt declares another format of the weights than `weights`.
+    """
+    from stages.quantize import modelopt_adapter as adapter
+
+    if TENSORRT_LLM in exports:
+        adapter.export_tensorrt_llm(copy.deepcopy(model), out / TENSORRT_LLM, source_dtype(info), ranks)
+    if UNIFIED_HF in exports:
+        adapter.export_unified_hf(model, out / UNIFIED_HF)
+    for name in exports:
+        file = out / name / (MODELOPT_FILE if name == UNIFIED_HF else "config.json")
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}  # absent if nothing is quantized
+        declared = (content.get("quantization") or {}).get("quant_algo")
+        if declared != QUANT_ALGO[weights]:
+            raise RuntimeError(f"{file}: quant_algo is {declared!r}, must be {QUANT_ALGO[weights]!r} for weights={weights}")
 
 
 def calibration_device() -> torch.device:
     """Return the device on which ModelOpt quantizes and measures: a GPU if torch finds one."""
-    return torch.device("cuda") if torch.cuda.is_available() else CPU
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_model(info: CheckpointInfo) -> torch.nn.Module:

@@ -26,13 +26,13 @@ from stages.engines.trtllm.backend import refuse_gpus
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.vllm.backend import PROGRAM as VLLM
 from stages.engines.vllm.backend import cache_dtype
-from stages.quantize.validate import ALGORITHMS
+from stages.quantize.recipe import QUANT_ALGO
 
 FACTS = Path(__file__).resolve().parent / "facts"
 ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
 QUANTIZATIONS = [
     {"quant_algo": weights, "kv_cache_quant_algo": cache}
-    for weights, cache in product(ALGORITHMS.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
+    for weights, cache in product(QUANT_ALGO.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
 ]
 
 
@@ -95,7 +95,7 @@ def test_lengths_that_the_builder_would_change_are_refused(tokens: int, bound: s
 def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: ModuleType) -> None:
     capability = f"{sm // 10}.{sm % 10}"
     gpus = [Device(name="Fake", compute_cap=capability)]
-    for (weights, algorithm), (kv, cache) in product(ALGORITHMS.items(), CACHES.items()):
+    for (weights, algorithm), (kv, cache) in product(QUANT_ALGO.items(), CACHES.items()):
         refusal: Any = nullcontext()
         try:
             fake.rewrite(state_of({"quant_algo": algorithm, "kv_cache_quant_algo": cache}, sm))
@@ -115,7 +115,7 @@ def test_named_tensors_and_algorithms_exist_in_tensorrt_llm() -> None:
     names = ENGINE["tensors"]["names"]
     for ending in (build.KV_SCALE, build.KV_RECIPROCAL, *build.KV_SIDES):
         assert any(name.endswith(ending) for name in names), ending
-    for algorithms in (ALGORITHMS.values(), settings.FP8_ATTENTION_WEIGHTS):
+    for algorithms in (QUANT_ALGO.values(), settings.FP8_ATTENTION_WEIGHTS):
         assert set(algorithms) <= set(ENGINE["quantization"]["quant_algo"])
 
 

@@ -30,8 +30,8 @@ from stages.engines.trtllm.config import TargetName
 from stages.policies.formats import WeightsFormat
 from stages.policies.scales import SCALES_FILE
 from stages.quantize.export import export
+from stages.quantize.recipe import QUANT_ALGO
 from stages.quantize.run import measure_cache, quantize_weights, scale_cache
-from stages.quantize.validate import ALGORITHMS
 
 SMS = ((8, 0), (8, 9), (10, 0), (12, 0))
 """Compute capabilities in addition to 9.0, for which every engine is built."""
@@ -97,7 +97,7 @@ def exports(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         for kv in CACHES["engine"]:
             policy, scaled, out = SHIPPED[kv], tmp_path_factory.mktemp("scales"), tmp_path_factory.mktemp("exports")
             scale_cache(tiny_checkpoint, scaled, policy=policy, extremes=measured)
-            export(tiny_checkpoint, quantized, scaled / SCALES_FILE, out, weights=weights, policy=policy, seed=0, **options)
+            export(tiny_checkpoint, quantized, scaled / SCALES_FILE, out, weights=weights, policy=policy, progress=no_progress)
             bundles[weights, kv] = out
     return bundles
 
@@ -143,7 +143,7 @@ def test_the_pytorch_runtime_uses_our_weights_and_positions(served: Bundles, ins
     for (weights, kv), bundle in served.items():
         dtype = pinned_in(bundle)["kv_cache_config"]["dtype"]
         requests.append(("configure", {"checkpoint": str(bundle / "checkpoint"), "dtype": dtype}))
-        expected.append((str(ALGORITHMS[weights]), "FP8" if SHIPPED[kv].quantized else "None", 1_000_000.0))
+        expected.append((str(QUANT_ALGO[weights]), "FP8" if SHIPPED[kv].quantized else "None", 1_000_000.0))
     for (algorithm, cache, theta), answer in zip(expected, inside(requests), strict=True):
         facts = answer["ok"]
         assert (str(facts["weights"]), str(facts["cache"]), facts["rope_theta"]) == (algorithm, cache, theta)

@@ -203,8 +203,12 @@ class TrtllmBackend(InterpreterBackend[TrtllmConfig]):
         if job.judges:
             check_judging(target, self.config, job.policy, self.interpreter)
 
+    @property
+    def export_ranks(self) -> int:
+        return self.config.tensor_parallel_size if self.config.target == "engine" else 1
+
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        exports = artifacts.exports(policy, self.config.tensor_parallel_size if self.config.target == "engine" else 1)
+        exports = artifacts.exports(policy)
         return Source(exports.path, exports.digest)
 
     def build_parts(self) -> dict[str, object]:

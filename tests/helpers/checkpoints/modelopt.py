@@ -42,7 +42,7 @@ def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsF
         measure_cache(checkpoint, out, extremes, **run)
     scale_cache(checkpoint, out, policy=policy, extremes=extremes)
     (out / "exports").mkdir()
-    export(checkpoint, out, out / SCALES_FILE, out / "exports", weights=weights, policy=policy, seed=0, **run)
+    export(checkpoint, out, out / SCALES_FILE, out / "exports", weights=weights, policy=policy, progress=run["progress"])
 
 
 def random_checkpoint(family: str, tokenizer_from: Path, directory: Path, rope_scaling: dict[str, Any] | None = None) -> Path:

@@ -20,6 +20,8 @@ from stages.policies.formats import Format, Rotation
 
 NVFP4 = SHIPPED["nvfp4"].key
 CLOSE, TIES = 2.0**-20, 1e-5
+BITS = {"fp8_e4m3": (4, 3), "int8": 8, "int4": 4}
+"""ModelOpt's num_bits: bits, or (exponent bits, mantissa bits)."""
 AXES: dict[str, tuple[int, ...] | None] = {"per_tensor": None, "per_head": (1,), "per_channel": (1, 3), "per_token": (0, 1, 2)}
 """ModelOpt's `axis` for states (1, H, T, D) by granularity."""
 
@@ -70,7 +72,7 @@ def test_modelopt_and_the_reference_round_equally(form: Format, vectors: Tensor)
     amax, axis = scale.float()[None] * form.code.limit, AXES[form.granularity]
     quantizer: Any = TensorQuantizer()
     integer = {"narrow_range": True} if form.code.kind == "integer" else {}
-    quantizer.set_from_attribute_config({"num_bits": form.code.modelopt_bits, "axis": axis, "enable": True, **integer})
+    quantizer.set_from_attribute_config({"num_bits": BITS[form.dtype], "axis": axis, "enable": True, **integer})
     quantizer.amax = amax.reshape(()) if axis is None else amax
     theirs = rotate(quantizer(rotate(vectors, form)[None])[0], form)
     close = CLOSE * vectors.abs().amax(-1, keepdim=True)

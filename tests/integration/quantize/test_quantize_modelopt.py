@@ -1,5 +1,6 @@
 """The quantize stage with the real ModelOpt, on the trained tiny model and on random models of the other families."""
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -9,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.checkpoints.modelopt import MAX_LENGTH, POLICIES, TEXTS, quantized_model, random_checkpoint, stage, token_ids
+from helpers.checkpoints.modelopt import quantized_model, random_checkpoint, stage, token_ids
+from helpers.policies.shipped import SHIPPED
 from helpers.stride import STRIDE
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.files import INDEX
 from stages.core.files import STORE_FILE
 from stages.core.records import no_progress
 from stages.policies.formats import WeightsFormat
-from stages.policies.scales import SCALES_FILE
+from stages.policies.scales import SCALES_FILE, KVScales
+from stages.quantize.cache_format import declare_unified_hf
 from stages.quantize.export import export
+from stages.quantize.recipe import NOTHING, quantizer_name
+from stages.quantize.run import load_model
 
 FACTS = json.loads((Path(__file__).parents[2] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
 """Facts recorded from TensorRT-LLM's sources."""
@@ -42,7 +48,7 @@ def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_exports_have_everything_that_tensorrt_llm_reads(tiny_checkpoint: Path, run_stage: Callable[..., Path]) -> None:
-    """The unquantized weights byte by byte, the tokenizer, and the rotary base at the top level. validate.py checks scales."""
+    """The unquantized weights byte by byte, the tokenizer, and the rotary base at the top level."""
     out = run_stage("fp8")
     assert all(path.read_bytes() == (tiny_checkpoint / path.name).read_bytes() for path in (out / "checkpoint").iterdir())
     base = json.loads((out / "checkpoint" / "config.json").read_text())["rope_theta"]
@@ -53,24 +59,63 @@ def test_the_exports_have_everything_that_tensorrt_llm_reads(tiny_checkpoint: Pa
     assert json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())["rotary_base"] == base
 
 
+BITS: dict[str, dict[str, Any]] = {"fp8": {"num_bits": (4, 3)}, "int8_tensor": {"num_bits": 8, "narrow_range": True}}
+"""ModelOpt's attributes of a cache's quantizers."""
+
+
+@pytest.mark.parametrize("kv", BITS)
+def test_a_cache_is_declared_as_modelopt_declares_it(
+    kv: str, tiny_checkpoint: Path, run_stage: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """ModelOpt's exporters write the same files for a model that has calibrated quantizers of the cache."""
+    from stages.quantize import modelopt_adapter as adapter
+
+    out, model = run_stage(kv), load_model(inspect_checkpoint(tiny_checkpoint))
+    adapter.quantize_model(model, NOTHING, None)
+    for layer, sides in enumerate(KVScales.model_validate_json((out / SCALES_FILE).read_bytes()).layers):
+        for side, static in sides.items():
+            quantizer: Any = model.get_submodule(quantizer_name((layer, side)))
+            quantizer.set_from_attribute_config({**BITS[kv], "axis": None, "enable": True})
+            quantizer.amax = torch.tensor(static.scale[0] * SHIPPED[kv].key.largest)
+    adapter.cast_for_export(model, torch.float16)
+    adapter.export_tensorrt_llm(copy.deepcopy(model), tmp_path / "tensorrt_llm", torch.float16)
+    if kv == "fp8":
+        adapter.export_unified_hf(model, tmp_path / "unified_hf")
+    reasons = json.loads((out / "exports" / "exports.json").read_text())
+    assert (reasons["tensorrt_llm"], "int8" in str(reasons["unified_hf"])) == (None, kv == "int8_tensor")
+    assert (out / "exports" / "unified_hf").exists() == (kv == "fp8")
+    for theirs in tmp_path.glob("*/*"):
+        ours = out / "exports" / theirs.relative_to(tmp_path)
+        if theirs.suffix == ".safetensors":
+            expected, written = load_file(theirs), load_file(ours)
+            assert written.keys() == expected.keys()
+            for name, tensor in expected.items():
+                torch.testing.assert_close(written[name], tensor, rtol=1e-6, atol=0)
+        elif theirs.name != "generation_config.json":
+            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
+
+
+def test_scales_join_the_index_of_a_sharded_export(run_stage: Callable[[str], Path], tmp_path: Path) -> None:
+    static = KVScales.model_validate_json((run_stage("fp8") / SCALES_FILE).read_bytes())
+    model = transformers.AutoModelForCausalLM.from_pretrained(run_stage("fp8") / "checkpoint")
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    declare_unified_hf(tmp_path, SHIPPED["fp8"], static)
+    places = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    stored = {name: file.name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    assert stored == places
+    assert sum(name.endswith(("k_scale", "v_scale")) for name in places) == 2 * 4
+
+
 def test_an_export_for_two_gpus_is_split(tiny_checkpoint: Path, run_stage: Callable[..., Path], tmp_path: Path) -> None:
-    out = run_stage("fp8")
-    options: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "seed": 0, "progress": no_progress}
-    export(tiny_checkpoint, out, out / SCALES_FILE, tmp_path, weights="none", policy=POLICIES["fp8"], ranks=2, **options)
-    whole = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")["lm_head.weight"]
-    halves = [load_file(tmp_path / "tensorrt_llm" / f"rank{rank}.safetensors")["lm_head.weight"] for rank in (0, 1)]
-    assert torch.equal(torch.cat(halves), whole)
+    out, policy = run_stage("fp8"), SHIPPED["fp8"]
+    export(tiny_checkpoint, out, out / SCALES_FILE, tmp_path, weights="none", policy=policy, ranks=2, progress=no_progress)
+    whole, *halves = (
+        load_file(folder / "tensorrt_llm" / f"rank{rank}.safetensors")
+        for folder, rank in ((out / "exports", 0), (tmp_path, 0), (tmp_path, 1))
+    )
+    assert torch.equal(torch.cat([half["lm_head.weight"] for half in halves]), whole["lm_head.weight"])
+    assert all(half.keys() == whole.keys() for half in halves)
     assert json.loads((tmp_path / "tensorrt_llm" / "config.json").read_text())["mapping"]["tp_size"] == 2
-
-
-def test_only_the_tensorrt_llm_export_has_int8_per_tensor(run_stage: Callable[..., Path]) -> None:
-    exports = run_stage("int8_tensor") / "exports"
-    config = json.loads((exports / "tensorrt_llm" / "config.json").read_text())
-    assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
-    report = json.loads((exports / "exports.json").read_text())
-    assert report["tensorrt_llm"] is None
-    assert "int8" in report["unified_hf"]
-    assert not (exports / "unified_hf").exists()
 
 
 def other_codes(out: Path) -> int:

@@ -136,12 +136,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
 """
 """Imports the modules given as arguments, opens every backend, and prints the imported modules."""
 LIGHT_MODULES = {
-    *(
-        "stages.checkpoints.gguf.model",
-        "plugins.kv_attention.layout",
-        "stages.evaluate.inputs.tokens",
-        "stages.quantize.validate",
-    ),
+    *("stages.checkpoints.gguf.model", "plugins.kv_attention.layout", "stages.evaluate.inputs.tokens"),
     *(name for name in MODULES if name.startswith("pipeline") and not name.startswith("pipeline.lm_eval")),
 } - {"pipeline.registry.mlflow_store"}
 """The pipeline, and modules of stages and plugins that must be fast to import."""
