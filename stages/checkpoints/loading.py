@@ -17,12 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stages.checkpoints.description import inspect_checkpoint, read_config
+from stages.checkpoints.description import PATTERNS, inspect_checkpoint, layer_windows, read_config
 from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import INDEX, TOKENIZER_FILES, read_json, refusal
 from stages.checkpoints.rope import SLIDING, TOP_LEVEL_KEYS, compose_rope, read_rope
 from stages.checkpoints.unread_keys import refuse_unread_keys
-from stages.checkpoints.windows import PATTERNS, layer_windows
 from stages.core.errors import UserError, short
 
 DEFAULTED = (*TOP_LEVEL_KEYS, "original_max_position_embeddings")

@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from stages.checkpoints.description import PATTERNS
 from stages.checkpoints.families import FAMILIES
 from stages.checkpoints.files import refusal
 from stages.checkpoints.rope import TOP_LEVEL_KEYS
-from stages.checkpoints.windows import PATTERNS
 from stages.core.errors import short
 
 DECODER_WORDS = {

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from stages.checkpoints.description import layer_windows
 from stages.checkpoints.loading import head_dim_of
 from stages.checkpoints.quantized import INT8_INPUTS_KEY
-from stages.checkpoints.windows import layer_windows
 from stages.core.errors import MissingRequirement
 from stages.policies.policy import KVPolicy, KVShape
 from stages.policies.scales import KVScales
