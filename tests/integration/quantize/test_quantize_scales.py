@@ -15,10 +15,11 @@ from torch import Tensor
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import UserError
-from stages.policies.formats import Format, WeightsFormat
+from stages.policies.formats import Format
 from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Window
-from stages.policies.scales import KVScales, SideScales
+from stages.policies.scales import SCALES_FILE, KVScales, SideScales
 from stages.quantize.run import load_model
+from stages.quantize.scales import EXTREMES_FILE, Measured, read_extremes, static_scales
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 States = list[dict[str, Tensor]]
@@ -74,12 +75,11 @@ def check_all(scales: KVScales, states: States, policy: KVPolicy) -> None:
                 check(scales.layers[layer][side], sides[side.removeprefix("window_")], form)
 
 
-def scales_of(checkpoint: Path, out: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> KVScales:
-    out.mkdir(exist_ok=True)
-    stage(checkpoint, out, policy, weights)
-    scales = KVScales.model_validate_json((out / "kv_scales.json").read_bytes())
-    scales.check(policy, SHAPE, out)
-    return scales
+@pytest.fixture(scope="module")
+def measured(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    out = tmp_path_factory.mktemp("measured")
+    stage(tiny_checkpoint, out, "fp8")
+    return read_extremes(out / "extremes" / EXTREMES_FILE)
 
 
 def policy(key: Format, value: Format, window: Window | None = None, *overrides: LayerOverride) -> KVPolicy:
@@ -105,14 +105,17 @@ CASES = {
 
 @pytest.mark.parametrize("policy", CASES.values(), ids=CASES)
 def test_static_formats_have_the_extremes_of_shared_scales(
-    policy: KVPolicy, states: States, tiny_checkpoint: Path, tmp_path: Path
+    policy: KVPolicy, states: States, measured: Measured, tiny_checkpoint: Path
 ) -> None:
     """`KVScales.check` compares the sides of each layer."""
-    check_all(scales_of(tiny_checkpoint, tmp_path, policy), states, policy)
+    scales = static_scales(policy, SHAPE, measured, tiny_checkpoint)
+    scales.check(policy, SHAPE, "static_scales")
+    check_all(scales, states, policy)
 
 
 def test_scales_belong_to_the_quantized_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"], "fp8")
+    stage(tiny_checkpoint, tmp_path, "fp8_head", "fp8")
+    scales = KVScales.model_validate_json((tmp_path / SCALES_FILE).read_bytes())
     check_all(scales, states_of(tmp_path / "checkpoint"), POLICIES["fp8_head"])
 
 
