@@ -23,13 +23,12 @@ from stages.workloads.documentation import SPLITS, pages
 from stages.workloads.documents import DIFFICULTIES, QUESTIONS
 from stages.workloads.generated import WORKLOADS, generate
 
-COUNT = 60
-each_workload = pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "documentation"])
-"""Python's documentation has fewer than COUNT pages; a test below covers this workload."""
+COUNT = 20
 
 
-@each_workload
+@pytest.mark.parametrize("name", sorted(WORKLOADS.keys() - {"documentation"}))
 def test_samples_depend_only_on_workload_split_and_seed(name: str) -> None:
+    """A test below covers documentation, whose seeds only reorder its pages."""
     assert generate(name, 5, 3) == generate(name, COUNT, 3)[:5]
     drawn = [generate(name, COUNT, seed, split) for split in ("train", "calibration", "evaluation") for seed in (0, 1)]
     assert len({sample.prompt + repr(sample.messages) for samples in drawn for sample in samples}) == 6 * COUNT
@@ -51,7 +50,7 @@ TRAINED = {
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_workloads_of_the_tiny_model_are_unchanged(name: str) -> None:
-    samples = generate(name, COUNT, 0)
+    samples = generate(name, 60, 0)
     assert sha256(json.dumps([asdict(sample) for sample in samples]).encode()).hexdigest().startswith(TRAINED[name])
     assert name == "prose" or all(judge(sample, sample.reference) for sample in samples)
 
