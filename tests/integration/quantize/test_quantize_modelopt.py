@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.checkpoints.modelopt import quantized_model, random_checkpoint, stage, token_ids
+from helpers.checkpoints.modelopt import random_checkpoint, stage, token_ids
 from helpers.policies.shipped import SHIPPED
 from helpers.stride import STRIDE
 from safetensors import safe_open
@@ -25,7 +25,7 @@ from stages.policies.scales import SCALES_FILE, KVScales
 from stages.quantize.cache_format import declare_unified_hf
 from stages.quantize.export import export
 from stages.quantize.recipe import NOTHING, quantizer_name
-from stages.quantize.run import load_model
+from stages.quantize.run import load_model, quantized_model
 
 FACTS = json.loads((Path(__file__).parents[2] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
 """Facts recorded from TensorRT-LLM's sources."""
@@ -202,7 +202,8 @@ def test_the_checkpoint_equals_modelopt_without_input_rounding(
     """Tolerance: 1 % of the logits' standard deviation, for the float16 rounding of the stored weights (2^-11 each)."""
     from stages.quantize.modelopt_adapter import enabled_quantizers
 
-    model = quantized_model(tiny_checkpoint, weights)
+    samples = [ids[0].tolist() for ids in token_ids(tiny_checkpoint)]
+    model = quantized_model(inspect_checkpoint(tiny_checkpoint), weights, samples, 0, no_progress).float()
     for name, quantizer in enabled_quantizers(model):
         if name.endswith("input_quantizer"):
             quantizer.disable()

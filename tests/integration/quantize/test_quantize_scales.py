@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.checkpoints.modelopt import POLICIES, cache_states, stage
+from helpers.checkpoints.modelopt import stage, token_ids
 from helpers.engines.random_llama import FP8, fmt
+from helpers.policies.shipped import SHIPPED
 from torch import Tensor
 
 from stages.checkpoints.description import inspect_checkpoint
 from stages.core.errors import UserError
 from stages.policies.formats import Format
-from stages.policies.policy import KVPolicy, KVShape, LayerOverride, Window
+from stages.policies.policy import SIDES, KVPolicy, KVShape, LayerOverride, Side, Window
 from stages.policies.scales import SCALES_FILE, KVScales, SideScales
 from stages.quantize.run import load_model
 from stages.quantize.scales import EXTREMES_FILE, Measured, read_extremes, static_scales
@@ -29,7 +30,13 @@ States = list[dict[str, Tensor]]
 def states_of(checkpoint: Path) -> States:
     """Return the keys (after the rotary embedding) and values of all calibration texts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    return [{side: x_HTD.transpose(0, 1) for side, x_HTD in layer.items()} for layer in cache_states(model, checkpoint)]
+    with torch.no_grad():
+        caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(checkpoint)]
+
+    def joined(layer: int, side: Side) -> Tensor:
+        return torch.cat([getattr(cache.layers[layer], f"{side}s")[0] for cache in caches], dim=1).transpose(0, 1)
+
+    return [{side: joined(layer, side) for side in SIDES} for layer in range(SHAPE.layers)]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ CHANNEL, HEAD, TOKEN = fmt("int8", "per_channel"), fmt("int8", "per_head", symme
 TENSOR, TURNED = fmt("int4", "per_tensor"), fmt("int8", "per_head", rotation="hadamard")
 CASES = {
     "formats": policy(FP8, fmt("int4", "per_tensor", symmetric=False)),
-    "uncalibrated": POLICIES["fp8_uncalibrated"],
+    "uncalibrated": SHIPPED["fp8_uncalibrated"],
     "rotated": policy(fmt("int4", "per_head", rotation="hadamard"), fmt("int8", "per_channel", rotation="hadamard")),
     "rotated, with zero points": policy(
         fmt("fp8_e5m2", "per_head"), fmt("int8", "per_channel", rotation="hadamard", symmetric=False)
@@ -116,7 +123,7 @@ def test_static_formats_have_the_extremes_of_shared_scales(
 def test_scales_belong_to_the_quantized_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
     stage(tiny_checkpoint, tmp_path, "fp8_head", "fp8")
     scales = KVScales.model_validate_json((tmp_path / SCALES_FILE).read_bytes())
-    check_all(scales, states_of(tmp_path / "checkpoint"), POLICIES["fp8_head"])
+    check_all(scales, states_of(tmp_path / "checkpoint"), SHIPPED["fp8_head"])
 
 
 @pytest.fixture
