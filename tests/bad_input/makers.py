@@ -59,9 +59,9 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 def safetensors(
     path: Path, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None = None,
-    header: Callable[[Header], Header] = dict, data: Callable[[bytes], bytes] = bytes,
+    header: Callable[[Header], Header] = dict,
 ) -> None:  # fmt: skip
-    """Write a safetensors file of zeros; `header` and `data` may change the header and the bytes."""
+    """Write a safetensors file of zeros; `header` may change the header."""
     table: Header = {}
     offset = 0
     for name, shape in tensors.items():
@@ -70,7 +70,7 @@ def safetensors(
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header(table)).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data(bytes(offset)))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
 
 
 def checkpoint(directory: Path) -> Path:

@@ -32,11 +32,10 @@ CONFIG: dict[str, Any] = {
 MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
 
 
-def make(directory: Path, *, drop: str = "", **changes: Any) -> Path:
-    """Write a small checkpoint without weights: CONFIG with changes, without the key `drop`."""
+def make(directory: Path, **changes: Any) -> Path:
+    """Write a small checkpoint without weights: CONFIG with changes."""
     declared = (changes.get("architectures") or CONFIG["architectures"])[0]
     config = CONFIG | {"model_type": ARCHITECTURES.get(declared, "other")} | changes
-    config.pop(drop, None)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "model.safetensors").write_bytes(b"")
     (directory / "tokenizer.json").write_text("{}")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+E4M3 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
 Made = tuple[Tensors, torch.Tensor]
 """Stored tensors of a layer, and its dequantized weight."""
@@ -28,37 +30,29 @@ def _group(form: str, bits: int, kind: str, strategy: str, inputs: bool, **field
     } | {"config_groups": {"group_0": group}}
 
 
-def _int8(weight: torch.Tensor) -> Made:
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    codes = (weight / scale).round()
-    return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
-
-
-def _fp8(weight: torch.Tensor) -> Made:
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    codes = (weight / scale).to(torch.float8_e4m3fn)
+def _scaled(weight: torch.Tensor, dtype: torch.dtype, limit: float, *, by_channel: bool = True) -> Made:
+    scale = (weight.abs().amax(1, keepdim=True) if by_channel else weight.abs().amax()) / limit
+    steps = weight / scale
+    codes = (steps.round() if dtype is torch.int8 else steps).to(dtype)
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
 def _modelopt(weight: torch.Tensor) -> Made:
-    scale = weight.abs().amax() / 448
-    codes = (weight / scale).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.05)}, codes.float() * scale
+    parts, numbers = _scaled(weight, E4M3, 448, by_channel=False)
+    return parts | {"input_scale": torch.tensor(0.05)}, numbers
 
 
 def _four_bits(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return 4-bit codes (0 to 15, zero at 8), a scale per code, and a scale per group of `size` columns."""
     scale = torch.stack([part.abs().amax(1) for part in torch.split(weight, size, 1)], 1) / 7
-    column_scales = torch.stack([scale[:, column // size] for column in range(weight.shape[1])], 1)
+    column_scales = scale.repeat_interleave(size, 1)
     return (weight / column_scales).round().clamp(-8, 7) + 8, column_scales, scale
 
 
 def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Pack eight columns into each int32: bits 4k to 4k + 3 hold column `order[k]` of the eight."""
-    numbers = codes.numpy().astype(np.uint32)
-    words = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
-    for column in range(numbers.shape[1]):
-        words[:, column // 8] |= numbers[:, column] << np.uint32(4 * order.index(column % 8))
+    eights = codes.numpy().astype(np.uint32).reshape(len(codes), -1, 8)[..., order]
+    words = np.bitwise_or.reduce(eights << np.arange(0, 32, 4, dtype=np.uint32), axis=-1)
     return torch.from_numpy(words.view(np.int32))
 
 
@@ -71,16 +65,15 @@ def _int4(weight: torch.Tensor) -> Made:
 def _awq(weight: torch.Tensor) -> Made:
     codes, _, scale = _four_bits(weight, 32)
     zeros = (torch.arange(scale.numel()) % 16).reshape(scale.shape)  # any zero points do
-    half = torch.stack([scale[:, column // 32] for column in range(weight.shape[1])], 1).half().float()
-    shift = torch.stack([zeros[:, column // 32] for column in range(weight.shape[1])], 1)
+    half, shift = scale.repeat_interleave(32, 1).half().float(), zeros.repeat_interleave(32, 1)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     parts = {"qweight": _packed(codes.T, order), "qzeros": _packed(zeros.T, order), "scales": scale.T.contiguous().half()}
     return parts, (codes - shift) * half
 
 
 FORMS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Made]]] = {
-    "W8A8 INT8": (_group("int-quantized", 8, "int", "channel", inputs=True), _int8),
-    "FP8": (_group("float-quantized", 8, "float", "channel", inputs=True), _fp8),
+    "W8A8 INT8": (_group("int-quantized", 8, "int", "channel", inputs=True), partial(_scaled, dtype=torch.int8, limit=127)),
+    "FP8": (_group("float-quantized", 8, "float", "channel", inputs=True), partial(_scaled, dtype=E4M3, limit=448)),
     "W4A16": (_group("pack-quantized", 4, "int", "group", inputs=False, group_size=32), _int4),
     "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _modelopt),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, _awq),

@@ -35,7 +35,7 @@ from stages.quantize.materialize import checkpoint_scales, copy_without_scales, 
 def test_head_dim_and_kv_heads_have_defaults(tmp_path: Path) -> None:
     assert inspect_checkpoint(make(tmp_path)).shape == KVShape(layers=3, kv_heads=2, head_dim=32)
     assert inspect_checkpoint(make(tmp_path, head_dim=64)).shape.head_dim == 64
-    assert inspect_checkpoint(make(tmp_path, drop="num_key_value_heads")).shape.kv_heads == 4
+    assert inspect_checkpoint(make(tmp_path, num_key_value_heads=None)).shape.kv_heads == 4
 
 
 @pytest.mark.parametrize(
