@@ -133,6 +133,8 @@ def conformance(evidence: GateInput, _: Thresholds) -> Iterator[Check]:
     """Yield a check per engine: FAIL if a request differs by more than rounding, INCONCLUSIVE if none was compared."""
     record = evidence.report.conformance
     if record is None:
+        text = "no engine was compared with its reference engine, so no PASS is possible"
+        yield Check.of(Gate.CONFORMANCE, ALL, status="INCONCLUSIVE", text=text)
         return
     judged = record.rounding is not None
     for where, engine in (("baseline", record.baseline), ("candidate", record.candidate)):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from helpers.verdicts.reports import answered, conformance, engine_conformance, every_class, report
+from helpers.verdicts.reports import SOUND_ENGINE, answered, conformance, engine_conformance, every_class, report
 from pipeline.chain import engine_steps, inputs, verdict_steps
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest
@@ -110,11 +110,11 @@ def measure_once() -> str:
 
 def join(rounds: Sequence[tuple[object, str]], config: Any, engine: str, baseline: str) -> Any:
     name = rounds[0][1]
-    uncompared = conformance(engine_conformance(), engine_conformance()) if config.is_quick_check else None
+    compared = conformance(engine_conformance(), engine_conformance()) if config.is_quick_check else conformance(SOUND_ENGINE)
     first_of_two = name in UNDECIDED and len(rounds) == 1
     rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
     digests = {"engine_digest": engine, "baseline_digest": baseline}
-    joined = report(rows, **digests, planned_rounds=1 + first_of_two, conformance=uncompared)
+    joined = report(rows, **digests, planned_rounds=1 + first_of_two, conformance=compared)
 
     def write(out: Path) -> None:
         (out / REPORT_FILE).write_text(joined.model_dump_json())

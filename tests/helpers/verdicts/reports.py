@@ -88,12 +88,13 @@ def fidelity(**changes: object) -> Fidelity:
 
 
 def measured_once(**changes: object) -> EngineTests:
-    """Return the tests of an engine without a reference engine and without repeated answers, with `changes`."""
+    """Return the tests of a sound engine without repeated answers, with `changes`."""
     values: dict[str, object] = {
         "system": {**dict.fromkeys(SystemMetrics.model_fields, 1), "attention": "graph"},
         "free_answers": FreeAnswers(samples=0, tokens=0, contradictions=[]),
         "noise": fidelity(),
         "control": CONTROL_ROWS,
+        "stress": stress_result(),
     }
     return EngineTests.model_validate({**values, **changes})
 
@@ -150,6 +151,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "planned_rounds": 1,
         "planned_workloads": {},
         "slices": [all_samples, low],
+        "conformance": conformance(SOUND_ENGINE),
         "tests": measured_once(),
         "baseline_tests": measured_once(),
         "drafters": [],

@@ -177,7 +177,10 @@ def test_recommend_reads_stored_evidence_and_moves_nothing(
     recommend_policy(Run(config_of(*overrides)))
     printed = capsys.readouterr().out
     assert "Take int8: " in printed
-    assert "PASS up to 1,000 tokens, batch 16 on backend=onnxruntime, so serve at most 16 at once" in printed
+    assert (
+        "PASS up to 1,000 tokens, batch 16, 200 decoded (320 in the stress test), with forks on backend=onnxruntime" in printed
+    )
+    assert "with forks on backend=onnxruntime, so serve at most 16 at once" in printed
     written = tmp_path / "work" / "recommendation.json"
     assert sorted(tmp_path.rglob("*")) == sorted([*before, written])
     recommendation = Recommendation.model_validate_json(written.read_text())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from helpers.refusals import refused
 from helpers.registry.candidates import MemoryRegistry, engines_of, evidence_digest
+from helpers.verdicts.reports import measured_once
 
 from pipeline.cli.tables import reasons_against
 from pipeline.evidence.reading import Finding
@@ -179,7 +180,8 @@ def test_promote_refuses_on_the_first_different_finding(
 
 def test_an_engine_beyond_its_verdicts_limits_is_not_promoted(fp8: Candidate, registry: MemoryRegistry) -> None:
     limits = Exercised(longest_context=1003, batch=16)
-    report = load_report(fp8.report.path.parent).model_copy(update={"coverage": limits})
+    changes = {"coverage": limits, "tests": measured_once(stress=None)}
+    report = load_report(fp8.report.path.parent).model_copy(update=changes)
     fp8.report.path.write_text(report.model_dump_json())
     for built_for, expected in (
         (Limits(tokens=4096, batch=16), "up to 1,003 tokens, batch 16, and its bundle allows 4,096 tokens: build it for 1024"),
