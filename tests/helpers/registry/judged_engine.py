@@ -73,7 +73,7 @@ def judged_engine(
 
     `workloads` are overrides; the user's files that they name are part of the evidence. `gguf` is the digest of the
     GGUF that the checkpoint was converted from. `measured` overrides fields of the report, and `keys` sign the
-    identity. A store may hold engines of several `kv`.
+    identity. A store may hold engines of several `kv`, and verdicts on several `workloads`.
     """
     config, policy = config_of(*workloads, "model.path=/models/some-llm"), config_of(f"kv={kv}").kv
     config = config.model_copy(update={"signing": keys or config.signing})
@@ -106,8 +106,9 @@ def judged_engine(
     policy_config = config.model_copy(update={"kv": policy})
     verdict = decide(judged, rows, config.gates)
     identity = make_identity(policy_config, chain.links, verdict)
+    asked = {} if workloads is SAMPLES else {"workloads": list(workloads)}
     return chain.store.make(
-        Recipe("identity", {} if kv == "int8" else {"kv": kv}, {}),
+        Recipe("identity", asked if kv == "int8" else {"kv": kv, **asked}, {}),
         lambda out: write_identity(identity, evaluation.path, config.workloads, out, config.signing),
     ).path
 

@@ -32,10 +32,10 @@ class Fleet:
     def store(self) -> MlflowStore:
         return MlflowStore(locate(Tracking(uri=self.uri, model_name=self.name), self.judging, "some-llm", {}))
 
-    def judge(self, kv: str, *workloads: str, work: Path | None = None) -> None:
-        """Judge and register an engine."""
+    def judge(self, kv: str, *workloads: str, work: Path | None = None, **measured: object) -> None:
+        """Judge and register an engine. `measured` are fields of the report."""
         work = work or self.judging
-        evidence = judged_engine(work / "artifacts", workloads or SAMPLES, kv=kv)
+        evidence = judged_engine(work / "artifacts", workloads or SAMPLES, kv=kv, measured=measured)
         candidate = candidate_of(evidence).model_copy(update={"version": ""})
         summary.record(work, kv, self.store().register(candidate, sweep=kv, config={}))
 
@@ -121,6 +121,19 @@ def test_a_champion_of_another_work_directory_competes(fleet: Fleet, capsys: pyt
     assert "int8 (version 1) stays the champion" in output
     assert f"Load it with: pipeline.api.champion('{fleet.name}')" in output
     assert PARTIAL not in output
+
+
+def test_a_promotion_counts_the_attempts_that_the_registry_records(fleet: Fleet) -> None:
+    own = "workloads=jsonl", f"workloads.jsonl={OWN}"
+    fleet.judge("int8", *own, planned_workloads={"legal": True})  # INCONCLUSIVE, because none of its samples ran
+    fleet.judge("int8")
+    needed = r"int8: PASS, but it did not pass on other questions \(version 1 \(int8\)\): decide it with gates\.attempt=2, or"
+    for overrides, code in (([], 3), (["gates.attempt=2"], 0)):
+        assert fleet.preview("stage=promote", *overrides, work=fleet.judging) == code
+    with pytest.raises(GateRefusal, match=needed):
+        fleet.command("stage=promote", work=fleet.judging)
+    fleet.command("stage=promote", "gates.attempt=2", work=fleet.judging)
+    assert fleet.champion() == "int8"
 
 
 def test_a_dry_run_shows_the_move_and_makes_none(fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
