@@ -91,7 +91,7 @@ SAMPLES, VERDICT, GARBAGE = "samples, made again", "verdict, decided again", b"\
         (to_bytes("engine/weights.bin", b"altered"), ["engine: weights.bin"], []),
         (to_bytes("engine/hook.py", b""), ["engine: hook.py"], []),
         (to_bytes("baseline/weights.bin", b"altered"), ["baseline: weights.bin"], []),
-        (replaced("report.json", b'"threads":1', b'"threads":2'), ["report: report.json"], []),
+        (replaced("report.json", b'"pool_bytes":1', b'"pool_bytes":2'), ["report: report.json"], []),
         (replaced("samples.jsonl", b'te_correct":true', b'te_correct":false'), ["report: samples.jsonl", VERDICT], []),
         (of_identity(lambda identity: identity["verdict"].update(round=2)), [VERDICT], []),
         (of_identity(lambda identity: identity["verdict"].update(status="FAIL")), [VERDICT], []),
