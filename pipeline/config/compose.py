@@ -25,7 +25,7 @@ from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
@@ -61,6 +61,8 @@ _OPTIONAL = {name: key.default for name, key in KVPolicy.model_fields.items() if
 ConfigStore.instance().store("policy", _OPTIONAL)
 
 TRACKING_URI = "tracking.uri"
+EXISTING = "give it a value, or name a key that exists or ${oc.env:NAME}, a variable (an experiment may need its own backend)"
+"""Fix for an interpolation that cannot be resolved."""
 MAX_SHOWN_CHARACTERS = 400
 """Maximum characters of a command in a message."""
 
@@ -74,8 +76,7 @@ def to_config(composed: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=PATH") from error
     except OmegaConfBaseException as error:
-        fix = "give it a value, or name a key or a variable that exists (an experiment may need its own backend)"
-        raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {fix}") from error
+        raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {EXISTING}") from error
     assert isinstance(values, dict)
     _refuse_secrets(values)
     try:
@@ -202,6 +203,8 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         fix = "write KEY=VALUE with a key and an option that exist"
         if key:
             fix = "give a value of its type, as in [VALUE,VALUE] or {NAME: VALUE}"
+        if isinstance(cause, InterpolationResolutionError):
+            fix = EXISTING
         if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
             fix = f"choose the launcher with hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
         elif problem.startswith("In '"):  # in a file of --config-dir
@@ -231,6 +234,8 @@ def _plan_jobs(overrides: list[Override], multirun: bool, parser: OverridesParse
         refuse_code(composed.hydra, _composed([f"{LAUNCHER}={launcher}", *overrides_of_others]).hydra)
     if multirun or composed.hydra.mode == RunMode.MULTIRUN:
         return replace(_sweep(overrides, composed.hydra, parser), launcher=launcher)
+    for key in _swept(composed.hydra):
+        raise UserError(f"hydra.sweeper.params.{key}: is read only with -m; add it, or write `mode: MULTIRUN` next to sweeper")
     first = next((o for o in overrides if o.is_sweep_override()), None)
     if first is not None:
         swept = as_typed(str(first.input_line))

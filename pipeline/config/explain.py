@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
@@ -74,7 +74,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
             lines.append(f"{wrong}{suggest(str(value), choices)}")
         else:
             got = short(value if isinstance(value, int) else repr(value), 200)
-            lines.append(f"{key}: {_plain(problem)} (got {got}){_fix(location, value)}")
+            lines.append(f"{key}: {_plain(problem)} (got {got}){_fix(problem, location, value)}")
     return lines
 
 
@@ -87,19 +87,22 @@ def _misspelled(problems: Sequence[ErrorDetails]) -> dict[tuple[int | str, ...],
     return {place: names[0] for place, names in close.items() if names}
 
 
-def _fix(location: tuple[int | str, ...], value: Any) -> str:
-    """Return the fix for the text of an environment variable, and for a value in the place of a section; empty for others."""
-    if isinstance(value, str) and value.startswith("${oc.env:"):
+def _fix(problem: ErrorDetails, location: tuple[int | str, ...], value: Any) -> str:
+    """Return the fix for the text of an environment variable, and for a value in the place of keys; empty for others."""
+    if problem["type"] in ("int_type", "float_type", "bool_type") and str(value).startswith("${oc.env:"):
         return f"; a variable holds text, write ${{oc.decode:{value}}}"
+    if problem["type"] not in ("dict_type", "model_type") or any(isinstance(part, int) for part in location):
+        return ""
     key = ".".join(map(str, location))
     if isinstance(value, str) and (CONF / key).is_dir():  # a group, in the user's experiment
         return f"; choose the option in its defaults, as `override /{key}: {value}`"
     section: Any = Config
     for part in location:
         field = getattr(section, "model_fields", {}).get(part)
-        section = field and field.annotation
-    names = getattr(section, "model_fields", None)
-    return f"; give its keys, as in {key}.{next(iter(names))}=VALUE" if names else ""
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+    name = next(iter(section.model_fields)) if section else "NAME"
+    return f"; give them one by one, as in {key}.{name}=VALUE"
 
 
 def _plain(problem: ErrorDetails) -> str:

@@ -186,6 +186,8 @@ def _check_option(path: Path, folder: Path) -> None:
             raise Unreadable("has no keys; write KEY: VALUE")
         if len(place.parts) == 2:
             _check_place(place.parts[0], ConfigSource._get_header_dict(text)["package"], list(loaded))
+    except Unreadable as error:
+        raise UserError(f"--config-dir: {path}: {error}") from None
     # ValueError: not UTF-8; OverflowError: "\UFFFFFFFF"; OSError: OmegaConf's, for a file with a single number
     except (ValueError, OverflowError, OSError, RecursionError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"--config-dir: {path}: cannot be read ({' '.join(str(error).split())[:300]}); correct it") from None

@@ -24,7 +24,10 @@ BAD_VALUES = {
 BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
     ("seed=${oc.env:HOME}", "seed", "a variable holds text, write ${oc.decode:${oc.env:HOME}}"),
-    ("reference=cuda", "reference: must be a mapping of keys to values", "give its keys, as in reference.device=VALUE"),
+    ("reference=cuda", "reference: must be a mapping of keys to values", "give them one by one, as in reference.device=VALUE"),
+    ("workloads.samples=20", "workloads.samples: must be", "give them one by one, as in workloads.samples.NAME=VALUE"),
+    ("kv.eviction=streaming", "kv.eviction: must be", "give them one by one, as in kv.eviction.window_tokens=VALUE"),
+    ("model.path=${HOME}/x", "model.path: Interpolation key 'HOME' not found; give it a value, or name", "${oc.env:NAME}"),
     ("–m kv=int8", "–m: has EN DASH in its key; write"),
     ("stage=bild", "stage=bild", "did you mean build?"),
     ("kv=fp8k_int4v kv.value.group_size=33", "kv.value.group_size must be 16, 32, 64 or 128, got 33"),
@@ -174,6 +177,7 @@ CASES = [
             text_file("mine/experiment/mine.yaml", f"# @package _global_\n{keys}\n"),
         )
         for keys, expected in {
+            "hydra: {sweeper: {params: {kv: 'int8,fp8'}}}": "hydra.sweeper.params.kv: is read only with -m; add it",
             "kv: int8": "kv: must be a mapping of keys to values (got 'int8'); choose the option in its defaults",
             "defaults: [{override /kv: int8, override /backend: torch}]": "In 'defaults' of a file: In experiment/mine: ",
             "gates.min_recovery: 0.97": "gates.min_recovery: unknown key, because no dot divides keys in a file; write gates: ",
