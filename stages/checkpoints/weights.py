@@ -29,6 +29,10 @@ MAX_HEADER_BYTES = 100_000_000
 """Maximum header bytes of a safetensors file, as defined by the format."""
 
 
+TOGETHER = "give weights and a config.json that were saved together (model.save_pretrained)"
+"""Fix for weights and a configuration of different models."""
+
+
 def check_weights(info: CheckpointInfo) -> None:
     """Raise UserError, which names the file, the tensor and the fix, for weights that do not match config.json.
 
@@ -52,16 +56,10 @@ def check_weights(info: CheckpointInfo) -> None:
         seen_names.add(name)
         # transformers computes rotary frequencies and a tied output matrix itself.
         if name not in expected and name != HEAD and not name.endswith(FREQUENCIES):
-            raise refusal(
-                info.path,
-                f"{file} holds {printable(stored[:200])}, which is not part of the {model}; give the config.json "
-                "that belongs to the weights",
-            )
+            raise refusal(info.path, f"{file} holds {printable(stored[:200])}, which is not part of the {model}; {TOGETHER}")
         if shape != expected.get(name, shape):
             raise refusal(
-                info.path,
-                f"{file}: {stored} has shape {list(shape)}, config.json implies {list(expected[name])}; give the config.json "
-                "that belongs to the weights",
+                info.path, f"{file}: {stored} has shape {list(shape)}, config.json implies {list(expected[name])}; {TOGETHER}"
             )
     missing = sorted(expected.keys() - seen_names)
     if missing:
