@@ -136,7 +136,7 @@ def parse_json(content: bytes) -> Any:
     except UnicodeEncodeError:
         raise Unreadable("holds half of a surrogate pair, which is not text; correct it") from None
     except UnicodeDecodeError:
-        raise Unreadable("is not UTF-8; save it as UTF-8") from None
+        raise Unreadable("is not UTF-8; give a text in UTF-8") from None
     except RecursionError:
         raise Unreadable("is nested too deeply; correct it") from None
     except ValueError as error:  # not JSON, or an integer of thousands of digits

@@ -53,7 +53,9 @@ def document_words(config: WorkloadsConfig) -> list[str] | None:
         try:
             texts.append(read_user_file("workloads.documents", file).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            raise UserError(f"workloads.documents={file}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
+            raise UserError(f"workloads.documents={file}: is not UTF-8 ({error.reason}); give a text in UTF-8") from None
+        if "\0" in texts[-1]:  # a binary file, or UTF-16 without its mark
+            raise UserError(f"workloads.documents={file}: holds null characters; give a text in UTF-8")
     words = WORD.findall("\n\n".join(texts))
     longest = max(config.lengths)
     min_words = longest // TOKENS_PER_WORD

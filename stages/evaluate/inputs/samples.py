@@ -92,7 +92,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     try:
         lines = read_user_file("workloads.jsonl", path).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
+        raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); give a text in UTF-8") from None
     samples: dict[int, Sample] = {}
     lines_by_problem: dict[str, tuple[str, list[int]]] = {}
     used_ids = set(taken)
@@ -187,7 +187,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
             continue  # the key is probably there, under an unknown name
         if kind == "extra_forbidden" and item in missing and item:
             place = key.rpartition(".")[0]
-            yield f"{place}: has {', '.join(unknown[item])} instead of {', '.join(missing[item])}, rename them"
+            yield f"{place}: has {', '.join(unknown[item])}, write {', '.join(missing[item])} instead"
         elif kind == "extra_forbidden":
             close = get_close_matches(key, _Line.model_fields, 1, 0.75)
             meant = _OTHER_NAMES.get(key) or ", ".join(close or _Line.model_fields)

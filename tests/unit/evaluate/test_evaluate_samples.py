@@ -81,7 +81,7 @@ def test_a_line_without_an_id_never_gets_a_used_one(tmp_path: Path) -> None:
         ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_ are reserved"),
         ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
         ({**GOOD, "comment": "4"}, "comment: unknown key, use id, workload, prompt, "),
-        ({"messages": [{"from": "human", "value": "4"}], "reference": "4"}, "messages.0: has from, value instead of role, "),
+        ({"messages": [{"from": "human", "value": "4"}], "reference": "4"}, "messages.0: has from, value, write role, "),
         ({**GOOD, "question": "4"}, "question: unknown key, use prompt"),
         ({**GOOD, "mention": ["4"]}, "mention: unknown key, use mentions"),
         ({"messages": [{"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}]}, "reference: missing, add"),

@@ -99,7 +99,8 @@ def test_a_document_quotes_the_users_texts_from_a_random_word_on(tmp_path: Path,
     [
         (b"", {"documents": "empty"}, "has no text files; give a directory with files that end with .txt or .md"),
         (b"a " * 200, {}, "200 words are too few to fill 1,536 tokens; give at least 384 words, or lower workloads.lengths"),
-        (b"\xff " * 2000, {}, "is not UTF-8 .*; save it as UTF-8"),
+        (b"\xff " * 2000, {}, "is not UTF-8 .*; give a text in UTF-8"),
+        ("a word ".encode("utf-16-le") * 2000, {}, "holds null characters; give a text in UTF-8"),
         (b"a", {"documents": "missing"}, "no such file"),
     ],
 )
