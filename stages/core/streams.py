@@ -36,7 +36,8 @@ def reserve_stdout() -> None:
     """Keep stdout for results. Native code of libraries prints on descriptor 1, which becomes a copy of stderr."""
     results = sys.__stdout__
     if results is not None and sys.stdout is results:
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding=results.encoding, errors=results.errors)
+        # like stderr, it escapes a path that its encoding lacks
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=results.encoding, errors="backslashreplace")
         os.dup2(2, 1)
 
 

@@ -1,7 +1,9 @@
 """A locale that cannot express characters outside ASCII: commands that need them are refused, and others work."""
 
+import os
 import sys
 from pathlib import Path
+from subprocess import run
 
 import pytest
 from helpers.refusals import refused
@@ -32,3 +34,9 @@ def test_only_characters_outside_ascii_are_refused(
     monkeypatch.chdir(tmp_path / folder)
     with refused(UserError, named, "holds characters outside ASCII, but this locale's encoding is ascii; set LC_ALL=C.UTF-8"):
         plan(arguments, multirun=False, folders=folders)
+
+
+def test_results_with_other_characters_are_escaped() -> None:
+    code = "from stages.core.streams import reserve_stdout; reserve_stdout(); print('modèle')"
+    ascii_output = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    assert run([sys.executable, "-c", code], env=ascii_output, capture_output=True, check=True).stdout == b"mod\\xe8le\n"
