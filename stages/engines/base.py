@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from stages.core.errors import UserError
 from stages.engines.interface import Engine, Logits
-from stages.policies.policy import KVPolicy, KVShape
 
 Mode = Literal["prefill", "decode"]
 """Kind of an engine's step: a chunk of one prompt, or one new token per sequence."""
@@ -39,10 +38,6 @@ class SequenceTable(dict[int, S]):
 
 class ChunkedEngine(Engine):
     """An engine that prefills one prompt at a time, in chunks of at most `prefill_chunk` tokens."""
-
-    def __init__(self, policy: KVPolicy, shape: KVShape, vocab_size: int, prefill_chunk: int) -> None:
-        super().__init__(policy, shape, vocab_size)
-        self.prefill_chunk = prefill_chunk
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         handles: list[int] = []

@@ -52,6 +52,7 @@ class Engine(ABC):
     """
 
     prefill_chunk: int = PREFILL_CHUNK
+    """Tokens of one prefill run. A longer prompt attends to its earlier chunks through the quantized cache."""
     max_sequences: int | None = None
     """Maximum number of sequences at once; None if only memory limits them."""
     max_tokens: int | None = None

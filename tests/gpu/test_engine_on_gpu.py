@@ -121,7 +121,8 @@ def test_a_captured_step_launches_nothing_and_syncs_once(bundles: dict[str, Path
 def test_joint_prefill_syncs_once_per_pass_and_equals_single(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = benchlib.story_tokens(3, 700).tolist()
     prompts = [texts[0], texts[1][:65], texts[2][:1], texts[2][:640]]
-    engine, alone = (load_on_gpu(bundles["guarded"], threads=1, prefill_chunk=256) for _ in range(2))
+    engine, alone = (load_on_gpu(bundles["guarded"], threads=1) for _ in range(2))
+    engine.prefill_chunk = alone.prefill_chunk = 256
     engine.release(engine.prefill(prompts)[0])  # compiles, and allocates the pools
     with monkeypatch.context() as patch, count_waits(patch) as waits:
         together, logits = engine.prefill(prompts)

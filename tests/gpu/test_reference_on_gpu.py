@@ -49,11 +49,18 @@ def texts() -> list[list[int]]:
     return tokens
 
 
+def load_pair(bundle: Path) -> tuple[TorchEngine, ...]:
+    pair = tuple(load_engine(bundle, threads=4, device=device) for device in (CUDA, torch.device("cpu")))
+    for engine in pair:
+        engine.prefill_chunk = 128
+    return pair
+
+
 @pytest.fixture(params=POLICIES, ids=lambda policy: policy.name)
 def pair(request: pytest.FixtureRequest, tmp_path: Path, tiny_checkpoint: Path) -> tuple[TorchEngine, ...]:
     """A policy's reference engine on the GPU, and on the CPU."""
     bundle = make_reference_bundle(tiny_checkpoint, tmp_path / "bundle", request.param)
-    return tuple(load_engine(bundle, threads=4, prefill_chunk=128, device=device) for device in (CUDA, torch.device("cpu")))
+    return load_pair(bundle)
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import benchlib
 from plugins.kv_attention import launch
 from stages.core.errors import UserError
+from stages.core.records import PREFILL_CHUNK
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.model import shape_for
@@ -49,11 +50,14 @@ def texts() -> list[list[int]]:
     return [row[: length + STEPS].tolist() for row, length in zip(tokens, LENGTHS, strict=True)]
 
 
-def engines(model: Any, policy: KVPolicy, **options: int) -> tuple[KernelEngine, TorchEngine]:
+def engines(model: Any, policy: KVPolicy, prefill_chunk: int = PREFILL_CHUNK) -> tuple[KernelEngine, TorchEngine]:
     """Return the engine over the kernels, and the reference engine."""
     on_device = model if DEVICE == "cpu" else copy.deepcopy(model).to(DEVICE)
     scales = static_scales(policy, shape_for(model, policy))
-    return KernelEngine(on_device, policy, scales, **options), TorchEngine.from_model(model, policy, scales, **options)
+    pair = KernelEngine(on_device, policy, scales), TorchEngine.from_model(model, policy, scales)
+    for engine in pair:
+        engine.prefill_chunk = prefill_chunk
+    return pair
 
 
 @pytest.fixture

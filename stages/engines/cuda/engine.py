@@ -26,9 +26,7 @@ PREFILL_PASS_TOKENS = 4 * PREFILL_CHUNK
 """Maximum tokens of a pass over several sequences."""
 
 
-def load_engine(
-    bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, compute_dtype: Literal["float32", "bfloat16"] = "float32"
-) -> "KernelEngine":
+def load_engine(bundle: Path, *, threads: int, compute_dtype: Literal["float32", "bfloat16"] = "float32") -> "KernelEngine":
     """Load a bundle of backend=torch onto the current GPU. `threads` applies to all of torch in this process."""
     resolve_device("cuda")
     _, policy, scales = open_bundle(bundle, ShapedRecord, BACKEND)
@@ -36,7 +34,7 @@ def load_engine(
     check_kernels(policy, info.shape, info.q_heads)
     torch.set_num_threads(threads)
     model = load_causal_lm(bundle, dtype=getattr(torch, compute_dtype)).to("cuda")
-    return KernelEngine(model, policy, scales, prefill_chunk=prefill_chunk)
+    return KernelEngine(model, policy, scales)
 
 
 class KernelEngine(Engine):
@@ -46,15 +44,13 @@ class KernelEngine(Engine):
     forced decoding step by step.
     """
 
-    def __init__(
-        self, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
-    ) -> None:
+    def __init__(self, model: Any, policy: KVPolicy, scales: KVScales | None = None) -> None:
         """Run transformers' causal language model (float32 or bfloat16) on a GPU, or on a CPU if TRITON_INTERPRET=1."""
         shape = shape_for(model, policy)
         super().__init__(policy, shape, int(model.config.vocab_size))
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)
         self.cache = KernelCache(layouts, scales_for(policy, shape, scales), model.device)
-        self.model, self.prefill_chunk = model.eval(), prefill_chunk
+        self.model = model.eval()
         self.logit_step = LOGIT_STEP[str(model.dtype).removeprefix("torch.")]
         self._passes: dict[int, DecodePass] = {}
         """Decode passes by padded batch size."""

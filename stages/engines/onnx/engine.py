@@ -14,7 +14,6 @@ import onnx
 import onnxruntime as ort
 
 from stages.core.errors import MissingRequirement
-from stages.core.records import PREFILL_CHUNK
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPH, NOT_FINITE, Bundle
@@ -29,6 +28,8 @@ from stages.policies.policy import PAGE_TOKENS, KVPolicy
 from stages.policies.scales import KVScales
 
 ORT_ERROR_SEVERITY = 3
+MAX_PAGES = 1 << 16
+"""Maximum pages of a pool, which grows on demand."""
 
 
 class GraphSession:
@@ -93,21 +94,12 @@ def _element_type(notation: str) -> int:
     return kind
 
 
-def load_engine(
-    bundle: Path,
-    *,
-    threads: int,
-    attention: CpuAttention = "auto",
-    max_pages: int = 1 << 16,
-    prefill_chunk: int = PREFILL_CHUNK,
-) -> "OnnxEngine":
+def load_engine(bundle: Path, *, threads: int, attention: CpuAttention = "auto") -> "OnnxEngine":
     """Load a bundle that build_bundle wrote.
 
     Args:
         attention: Implementation of attention over the cache. `native`: the compiled kernel, in the layers that it supports.
             `graph`: the operators of the ONNX graph. `auto`: native if this machine has a C compiler and a supported CPU.
-        max_pages: Maximum pages of the pool, which grows on demand.
-        prefill_chunk: Tokens of one prefill run. A longer prompt attends to its earlier chunks through the quantized cache.
 
     Raises:
         UserError: A file is missing or was changed, or the graph is in bfloat16.
@@ -115,9 +107,9 @@ def load_engine(
     """
     described, policy, scales = open_bundle(bundle, Bundle, BACKEND)
     refuse_bfloat16(described.model.compute_dtype)
-    pool = PagedPool(policy, described.model.shape, max_pages)
+    pool = PagedPool(policy, described.model.shape, MAX_PAGES)
     native = attention == "native" or (attention == "auto" and find_compiler() is not None)
-    return OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
+    return OnnxEngine(bundle, described, scales, pool, threads=threads, native=native)
 
 
 def _open(directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool) -> tuple[GraphSession, str]:
@@ -137,17 +129,9 @@ class OnnxEngine(PagedEngine):
     """The engine on ONNX Runtime. It is deterministic: equal calls return equal logits."""
 
     def __init__(
-        self,
-        directory: Path,
-        bundle: Bundle,
-        scales: KVScales,
-        pool: PagedPool,
-        *,
-        threads: int,
-        prefill_chunk: int,
-        native: bool,
+        self, directory: Path, bundle: Bundle, scales: KVScales, pool: PagedPool, *, threads: int, native: bool
     ) -> None:
-        super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
+        super().__init__(bundle.model.vocab_size, scales, pool)
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
         self._session, self.attention = _open(directory, bundle, pool.policy, threads, native=native)
         self._bound: Spans | None = None

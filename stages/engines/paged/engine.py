@@ -36,8 +36,8 @@ class _Request(Continuation):
 
 
 class PagedEngine(ChunkedEngine):
-    def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
-        super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
+    def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool) -> None:
+        super().__init__(pool.policy, pool.shape, vocab_size)
         self.pool = pool
         self._constants: dict[str, Any] = {}
         """Static scales and zeros that attention reads, float32 arrays by graph input."""

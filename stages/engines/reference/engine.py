@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stages.checkpoints.gguf.model import pairs_neighbours
 from stages.checkpoints.loading import load_causal_lm
-from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
+from stages.core.records import MemoryReport, StoredCopy
 from stages.engines.base import ChunkedEngine, SequenceTable, check_finite
 from stages.engines.bundle import ShapedRecord, open_bundle
 from stages.engines.interface import Logits
@@ -29,20 +29,20 @@ from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
 
-def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, device: torch.device = CPU) -> "TorchEngine":
+def load_engine(bundle: Path, *, threads: int, device: torch.device = CPU) -> "TorchEngine":
     """Load a bundle. `threads` applies to all of torch in this process. Raises MissingRequirement if the GPU is too small."""
     _, policy, scales = open_bundle(bundle, ShapedRecord, BACKEND)
     torch.set_num_threads(threads)
     model = place_model(load_causal_lm(bundle, dtype=torch.float32), device)
     round_inputs(model)
-    return TorchEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
+    return TorchEngine.from_model(model, policy, scales)
 
 
 class TorchEngine(ChunkedEngine):
     """The reference engine in plain torch. Decoding step by step is slow; one pass over a sequence is fast."""
 
-    def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
-        super().__init__(policy, shape, int(model.config.vocab_size), chunk)
+    def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage]) -> None:
+        super().__init__(policy, shape, int(model.config.vocab_size))
         self.model, self.storages = model, storages
         self.sequences: SequenceTable[list[LayerCache] | list[HeavyCache]] = SequenceTable()
         """Caches of all layers, by handle."""
@@ -56,13 +56,11 @@ class TorchEngine(ChunkedEngine):
         return self._llamacpp_preparation is not None
 
     @classmethod
-    def from_model(
-        cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
-    ) -> Self:
+    def from_model(cls, model: Any, policy: KVPolicy, scales: KVScales | None = None) -> Self:
         """Wrap transformers' causal language model (float32), on its own device. `scales`: None if no side is static."""
         shape = shape_for(model, policy)
         scales = scales_for(policy, shape, scales)
-        return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales, model.device), prefill_chunk)
+        return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales, model.device))
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 
 from stages.core.errors import UserError
 from stages.core.memory import GIB
-from stages.core.records import PREFILL_CHUNK, StoredCopy
+from stages.core.records import StoredCopy
 from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
 from stages.engines.gpu import require_gpu
@@ -26,7 +26,7 @@ from stages.policies.policy import KVPolicy, KVShape, Side
 from stages.policies.scales import KVScales
 
 
-def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool = True) -> "PlanEngine":
+def load_engine(bundle: Path, *, library: Name) -> "PlanEngine":
     described, policy, scales = open_bundle(bundle, PlanRecord, library)
     trt = load(library)
     check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))
@@ -36,7 +36,7 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool = True) -> "Pl
         plans[mode] = runtime.deserialize_cuda_engine((bundle / name).read_bytes())
         if plans[mode] is None:
             raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.take_errors())}")
-    return PlanEngine(bundle, described, policy, scales, plans, trt, CudaDevice(), cuda_graphs=cuda_graphs)
+    return PlanEngine(bundle, described, policy, scales, plans, trt, CudaDevice())
 
 
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
@@ -61,8 +61,6 @@ class PlanEngine(PagedEngine):
         plans: Mapping[Mode, Any],
         library: Library,
         device: CudaDevice,
-        *,
-        cuda_graphs: bool,
     ) -> None:
         """Allocate weights, pool and activations for `plans` (ICudaEngines). Raises UserError if GPU memory is too small."""
         limits = bundle.limits(policy)
@@ -75,15 +73,15 @@ class PlanEngine(PagedEngine):
                 memory = allocate_aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise _too_large(limits, bundle.shape, activations) from error
-            chunk = min(PREFILL_CHUNK, limits.chunk)
-            super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=chunk)
+            super().__init__(bundle.model.vocab_size, scales, pool)
+            self.prefill_chunk = limits.chunk
             self.max_sequences = self.max_batch = limits.max_batch
             self.max_tokens = limits.max_tokens
             bound = {**pool.tensors, **self._constants, **weights}
         self._sessions = {
             mode: PlanSession(
                 library, plan, device, bundle.inputs[mode], bundle.outputs[mode],
-                memory=memory, bound=bound, families=pool.families, captured=cuda_graphs and mode == "decode",
+                memory=memory, bound=bound, families=pool.families, captured=mode == "decode",
             )
             for mode, plan in plans.items()
         }  # fmt: skip

@@ -13,12 +13,12 @@ from helpers.policies import shipped
 from helpers.shared import once
 from helpers.stride import STRIDE
 from stages.checkpoints.description import inspect_checkpoint
-from stages.core.records import no_progress
+from stages.core.records import PREFILL_CHUNK, no_progress
 from stages.engines.interface import Engine
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.config import ComputeDType
-from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.onnx.engine import MAX_PAGES, OnnxEngine, load_engine
 from stages.engines.onnx.export import export_decoder
 from stages.engines.reference.build import build_bundle as build_reference_bundle
 from stages.engines.reference.engine import TorchEngine
@@ -181,8 +181,18 @@ def make_reference_bundle(checkpoint: Path, out: Path, policy: KVPolicy) -> Path
     return _build(build_reference_bundle, checkpoint, out, policy, inspect_checkpoint(checkpoint).shape)
 
 
-def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> OnnxEngine:
-    return load_engine(make_bundle(decoder, out, policy), threads=1, **options)
+def make_engine(
+    decoder: Path,
+    out: Path,
+    policy: KVPolicy,
+    *,
+    prefill_chunk: int = PREFILL_CHUNK,
+    max_pages: int = MAX_PAGES,
+    **options: Any,
+) -> OnnxEngine:
+    engine = load_engine(make_bundle(decoder, out, policy), threads=1, **options)
+    engine.prefill_chunk, engine.pool.max_pages = prefill_chunk, max_pages
+    return engine
 
 
 def forced(engine: Engine, texts: Sequence[Sequence[int]], steps: int = STEPS) -> np.ndarray:
@@ -193,8 +203,12 @@ def forced(engine: Engine, texts: Sequence[Sequence[int]], steps: int = STEPS) -
     return np.array(out)
 
 
-def make_reference(model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, **options: int) -> TorchEngine:
-    return TorchEngine.from_model(model, policy, static_scales(policy, shape), **options)
+def make_reference(
+    model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, prefill_chunk: int = PREFILL_CHUNK
+) -> TorchEngine:
+    engine = TorchEngine.from_model(model, policy, static_scales(policy, shape))
+    engine.prefill_chunk = prefill_chunk
+    return engine
 
 
 def load_model(checkpoint: Path) -> AutoModelForCausalLM:

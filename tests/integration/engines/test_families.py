@@ -78,12 +78,16 @@ class Served:
         if not bundle.exists():
             bundle.mkdir()
             build_bundle(self.root / "decoder", bundle, policy=policy, scales=self.scales(policy), progress=no_progress)
-        return load_engine(bundle, threads=1, attention=attention, prefill_chunk=CHUNK)
+        engine = load_engine(bundle, threads=1, attention=attention)
+        engine.prefill_chunk = CHUNK
+        return engine
 
     def reference(self, policy: KVPolicy) -> TorchEngine:
         """Return the reference engine."""
         scales = KVScales.model_validate_json(self.scales(policy).read_bytes())
-        return TorchEngine.from_model(self.model, policy, scales, prefill_chunk=CHUNK)
+        engine = TorchEngine.from_model(self.model, policy, scales)
+        engine.prefill_chunk = CHUNK
+        return engine
 
 
 @pytest.fixture(scope="module", params=list(MODELS) if STRIDE == 1 else FEW)

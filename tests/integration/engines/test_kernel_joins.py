@@ -76,8 +76,8 @@ def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> RecordingEngine:
         scales = static_scales(policy, shape_for(model, policy))
-        engine = RecordingEngine(copy.deepcopy(model).to(dtype), policy, scales, prefill_chunk=CHUNK)
-        engine.rows, engine.stores, engine.passes = {}, {}, []
+        engine = RecordingEngine(copy.deepcopy(model).to(dtype), policy, scales)
+        engine.prefill_chunk, engine.rows, engine.stores, engine.passes = CHUNK, {}, {}, []
         return engine
 
     return made

@@ -185,7 +185,8 @@ def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
 
 
 def test_extending_refuses_the_same_tokens_as_prefill(int8: Path, text: list[int]) -> None:
-    engine = load_engine(int8, threads=1, max_pages=2)
+    engine = load_engine(int8, threads=1)
+    engine.pool.max_pages = 2
     (handle,), _ = engine.prefill([text[:100]])
     for tokens, message in (([], "at least one token"), ([256_000], "token ids"), (text[:100], "max_pages=2 is too small")):
         with pytest.raises(UserError, match=message):

@@ -35,11 +35,10 @@ class Pair:
         # A plan has the graph's operators. With another order of sums, codes of new tokens would round to their neighbours.
         return load_onnx(self.onnx_bundle, threads=1, attention="graph")
 
-    def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeCudaEngine]]:
+    def tensorrt(self) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeCudaEngine]]:
         device = FakeDevice()
         engines = {mode: FakeCudaEngine(self.onnx_bundle / GRAPH, self.record, mode, self.policy) for mode in PLANS}
-        arguments = self.plans, self.record, self.policy, self.scales, engines, LIBRARY, device
-        return PlanEngine(*arguments, cuda_graphs=cuda_graphs), device, engines
+        return PlanEngine(self.plans, self.record, self.policy, self.scales, engines, LIBRARY, device), device, engines
 
 
 @pytest.fixture(scope="module")

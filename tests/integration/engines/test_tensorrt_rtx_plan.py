@@ -151,7 +151,7 @@ def test_a_plan_for_another_gpu_or_version_is_refused(plans: tuple[Path, Path], 
     monkeypatch.setattr(Library, "version", property(lambda _: "1.8"))
     message = rf"built for TensorRT for RTX {ours} and SM 8\.9, 12\.0, but this machine has TensorRT for RTX 1\.8 and SM 9\.0"
     with pytest.raises(MissingRequirement, match=message):
-        load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
+        load_engine(plans[1], library="tensorrt_rtx")
 
 
 def test_a_failed_build_reports_tensorrts_reason(tmp_path: Path) -> None:
