@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.kernels.cases import side
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.layout import CacheLayout, SideLayout
+from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.variants import Compute, Setting, decode_variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class CompileCase:
-    """A decode kernel. Formats are written as `dtype granularity group_size`."""
+    """A decode kernel. Formats are written in the notation of `side`."""
 
     key: str
     value: str
@@ -42,34 +43,29 @@ class CompileCase:
         return Setting(self.layout, self.query_dtype, self.sm, self.group, 0.1, rows)
 
 
-def side(text: str) -> SideLayout:
-    dtype, granularity, size = (*text.split(), *["none", ""][text.count(" ") :], "")[:3]
-    return SideLayout(dtype, granularity, int(size) if size else None)  # type: ignore[arg-type]
-
-
-HEADLINE = CompileCase("fp8_e4m3 per_tensor", "int4 per_group 64", 128, 8, "bfloat16", 90)
-FP8 = CompileCase("fp8_e4m3 per_tensor", "fp8_e4m3 per_tensor", 128, 8, "bfloat16", 90)
-NVFP4 = CompileCase("fp8_e4m3 per_tensor", "nvfp4 per_group 16", 128, 8, "bfloat16", 90)
+HEADLINE = CompileCase("fp8_e4m3 tensor", "int4 64", 128, 8, "bfloat16", 90)
+FP8 = CompileCase("fp8_e4m3 tensor", "fp8_e4m3 tensor", 128, 8, "bfloat16", 90)
+NVFP4 = CompileCase("fp8_e4m3 tensor", "nvfp4 16", 128, 8, "bfloat16", 90)
 COPIED_ASYNC = (HEADLINE, FP8, NVFP4)
 """Cases whose codes are copied asynchronously."""
 CASES = (
     *COPIED_ASYNC,
     replace(HEADLINE, sm=100),
-    CompileCase("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
-    CompileCase("int8 per_head", "int4 per_token", 64, 5, "bfloat16", 80),
-    CompileCase("fp8_e4m3 per_token", "int8 per_tensor", 256, 8, "bfloat16", 89, (0, 32)),
+    CompileCase("fp8_e4m3 token", "int4 32", 128, 16, "float16", 90, (4, 60)),
+    CompileCase("int8 head", "int4 token", 64, 5, "bfloat16", 80),
+    CompileCase("fp8_e4m3 token", "int8 tensor", 256, 8, "bfloat16", 89, (0, 32)),
     CompileCase("bf16", "bf16", 128, 8, "bfloat16", 90),
-    CompileCase("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)),
-    CompileCase("int8 per_token", "fp8_e4m3 per_head", 64, 16, "float32", 100),
+    CompileCase("bf16", "int4 128", 256, 16, "float16", 100, (0, 32)),
+    CompileCase("int8 token", "fp8_e4m3 head", 64, 16, "float32", 100),
     # groups smaller than the number of channels that a thread loads
-    CompileCase("fp16", "int4 per_group 32", 256, 1, "float16", 80),
-    CompileCase("fp8_e4m3 per_head", "nvfp4 per_group 16", 256, 16, "float32", 80, (4, 60)),
+    CompileCase("fp16", "int4 32", 256, 1, "float16", 80),
+    CompileCase("fp8_e4m3 head", "nvfp4 16", 256, 16, "float32", 80, (4, 60)),
 )
 CHUNKS = (
     (HEADLINE, 8192),
-    (CompileCase("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float32", 90, (4, 60)), 8192),
-    (CompileCase("int8 per_token", "int8 per_token", 64, 4, "float16", 80), 4096),
-    (CompileCase("fp8_e4m3 per_head", "fp8_e4m3 per_tensor", 256, 1, "float16", 89, (0, 32)), 16),
+    (CompileCase("fp8_e4m3 token", "int4 32", 128, 16, "float32", 90, (4, 60)), 8192),
+    (CompileCase("int8 token", "int8 token", 64, 4, "float16", 80), 4096),
+    (CompileCase("fp8_e4m3 head", "fp8_e4m3 tensor", 256, 1, "float16", 89, (0, 32)), 16),
 )
 """Kernels for several new tokens, and the typical number of query rows of a sequence."""
 
@@ -107,7 +103,7 @@ def loaded_bytes(loads: list[str], num_warps: int, *patterns: str) -> int:
 
 
 WITH_EXACT = next(case for case in CASES if sum(case.exact)).setting()
-WIDE = Setting(CacheLayout(8, 256, SideLayout("fp16"), SideLayout("fp16")), "float32", 80, 8)
+WIDE = Setting(CacheLayout(8, 256, side("fp16"), side("fp16")), "float32", 80, 8)
 KERNELS: dict[str, tuple[str, Setting]] = {
     **{str(case): ("decode_partial", case.setting()) for case in CASES},
     **{f"{case}-{rows}": ("context_partial", case.setting(rows)) for case, rows in CHUNKS},
@@ -143,7 +139,7 @@ print(json.dumps(results))
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     removed = ("TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in removed}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, cwd=ROOT
     )
