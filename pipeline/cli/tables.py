@@ -113,11 +113,11 @@ def print_verdict(candidate: Candidate, *, quick_check: bool = False) -> None:
 
 
 def _few_questions(candidate: Candidate) -> list[str]:
-    """Return how many questions would decide, and the memory; empty if the verdict is decided or no number is known."""
+    """Return how many samples would decide, and the memory; empty if the verdict is decided or no number is known."""
     needed, samples = candidate.samples_needed, candidate.metrics.get("quality/samples")
     if candidate.verdict != "INCONCLUSIVE" or not needed or samples is None:
         return []
-    return [f"{samples:,.0f} questions are too few to decide; ask about {float(f'{needed:.3g}'):,.0f}", *candidate.figures[-1:]]
+    return [f"{samples:,.0f} samples are too few to decide; ask about {float(f'{needed:.3g}'):,.0f}", *candidate.figures[-1:]]
 
 
 def reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
