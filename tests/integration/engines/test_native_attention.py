@@ -1,7 +1,6 @@
 """The compiled attention kernel against the graph function that it replaces, and how it is compiled and chosen."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.engines.attention import AttentionCase, Heads
 from helpers.engines.random_llama import BY_NAME, POLICIES, fmt, make_engine
+from helpers.policies.formats import add_int2
 
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.bundle import open_bundle
@@ -20,7 +20,6 @@ from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
 from stages.engines.onnx.native_rewrite import refusals, use_kernel
 from stages.policies.policy import KVPolicy
-from stages.policies.table import CODES
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
 """Lengths around page ends: windows of 64 or 128 tokens have one or several pages, and sequences 1 to 3 units of 4 pages."""
@@ -130,8 +129,7 @@ def test_arrays_need_no_alignment_beyond_their_elements(name: str) -> None:
 def test_unsupported_layers_keep_their_graphs_and_are_listed(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # a new integer width needs only a table entry
-    monkeypatch.setitem(CODES, "int2", replace(CODES["int4"], name="int2", bits=2, limit=1.0, native=(None, None)))
+    add_int2(monkeypatch)
     int2, int4 = fmt("int2", "per_token"), BY_NAME["int4"].key
     override: dict[str, Any] = {"layers": (1,), "key": int2, "value": None}
     policy = KVPolicy.model_validate({"name": "mixed", "key": int4, "value": int4, "overrides": (override,)})
