@@ -7,7 +7,7 @@ skip the others.
 import hashlib
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from stages.core.errors import UserError, short
 from stages.core.records import LineCheck, Sample
@@ -166,28 +165,21 @@ _OTHER_NAMES = {"question": "prompt", "input": "prompt"} | dict.fromkeys(
 """Key of other tools' files -> kvgate's key."""
 
 
-def _keys_by_object(problems: Sequence[ErrorDetails], kind: str) -> dict[tuple[int | str, ...], list[str]]:
-    """Return the keys with a kind of problem, by the place of their object in the line."""
-    keys: dict[tuple[int | str, ...], list[str]] = {}
-    for problem in problems:
-        if problem["type"] == kind:
-            keys.setdefault(problem["loc"][:-1], []).append(str(problem["loc"][-1]))
-    return keys
-
-
 def _problems(error: ValidationError) -> Iterator[str]:
     problems = error.errors(include_url=False)
-    unknown, missing = (_keys_by_object(problems, kind) for kind in ("extra_forbidden", "missing"))
+    keys = defaultdict[tuple[str, tuple[int | str, ...]], list[str]](list)  # kind of problem, object of the line -> its keys
+    for problem in problems:
+        keys[problem["type"], problem["loc"][:-1]] += map(str, problem["loc"][-1:])
     for problem in problems:
         key, kind, text = ".".join(map(str, problem["loc"])), problem["type"], problem["msg"]
         item = problem["loc"][:-1]  # a message or a tool; empty for a key of the line
+        unknown, missing = (", ".join(keys[of, item]) for of in ("extra_forbidden", "missing"))
         if kind == "too_short" and problem["input"]:
             continue  # the problems of the list's items have their own lines
-        if kind == "missing" and item in unknown:
+        if kind == "missing" and unknown:
             continue  # the key is probably there, under an unknown name
-        if kind == "extra_forbidden" and item in missing and item:
-            place = key.rpartition(".")[0]
-            yield f"{place}: has {', '.join(unknown[item])}, write {', '.join(missing[item])} instead"
+        if kind == "extra_forbidden" and item and missing:
+            yield f"{key.rpartition('.')[0]}: has {unknown}, write {missing} instead"
         elif kind == "extra_forbidden":
             close = get_close_matches(key, _Line.model_fields, 1, 0.75)
             meant = _OTHER_NAMES.get(key) or ", ".join(close or _Line.model_fields)
