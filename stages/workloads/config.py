@@ -98,7 +98,7 @@ class StressTestConfig(StrictModel):
         """
         answers = 13_000 if longest >= 4 * PAGE_TOKENS else 0  # shorter sequences skip "answers" and "long_queue"
         variable = answers + 20 * min(longest, 800) + 182 * self.requests
-        fixed = 1500 + 6 * min(longest, 1100) + 6 * longest + 3 * min(claimed, longest) + 340 * largest
+        fixed = 2600 + 6 * min(longest, 1100) + 6 * longest + 3 * min(claimed, longest) + 340 * largest
         return round(share * variable) + fixed + 5 * min(self.decode_steps, longest) + 250 * self.requests
 
     def share(self, own: int | None, longest: int, claimed: int, largest: int) -> float:

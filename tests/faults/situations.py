@@ -160,10 +160,28 @@ def last_page_is_the_first(table: Array, step: Step) -> Array:
     return table
 
 
-def kept_memory(fork: Any, engine: Any, handle: int) -> Any:
-    """Allocate memory in every fork, and never free it."""
+def kept_memory(sound: Any, engine: Any, *given: Any) -> Any:
+    """Allocate memory in every call, and never free it."""
     vars(engine).setdefault("kept", []).append(np.ones(1 << 17, np.uint8))
-    return fork(handle)
+    return sound(*given)
+
+
+def fifth_growth_loses_a_page(resize: Any, engine: Any, allocator: Any, capacity: int) -> None:
+    """Lose the last page when the pool grows for the fifth time."""
+    pool, last = engine.pool, allocator.capacity - 1
+    resize(allocator, capacity)
+    if allocator is pool.pages and last >= 0:
+        engine.growths = vars(engine).get("growths", 0) + 1
+        for name in pool.arrays if engine.growths == 5 else ():
+            if "pool" in name:
+                pool.arrays[name][last] = 0
+
+
+def is_rest_of_whole_pages(step: Step) -> bool:
+    """Return whether a fork of whole pages gets its first turn, of whole pages."""
+    row = step.engine.pool.sequences[step.handles[0]]
+    whole = row.length % PAGE_TOKENS == step.ids.shape[1] % PAGE_TOKENS == 0
+    return bool(whole and step.engine.in_turn and getattr(row, "forked_at", 0) == row.length)
 
 
 def one_row_further(table: Array, step: Step) -> Array:
@@ -294,6 +312,13 @@ FAULTS = [
        given("page_table", last_page_is_the_first, lambda step: (step.lengths == 897)[:, None])),
     of("forks_leak", "every fork allocates memory that is never freed",
        method("pool.fork", kept_memory)),
+    of("turns_leak", "every turn allocates memory that is never freed",
+       method("extend", kept_memory)),
+    of("fifth_growth_loses_a_page", "the pool loses its last page when it grows for the fifth time",
+       method("pool._resize", fifth_growth_loses_a_page)),
+    of("rest_of_whole_pages", "whole pages after a kept prefix of whole pages have the positions of the prefix",
+       Plant(note_turns) + forking(note_origin)
+       + given("position_ids", lambda x, _: x - x[:, :1], is_rest_of_whole_pages, mode="prefill")),
     of("one_row_joins_in_front", "when one row joins in front of all others, these read one row further, for one step",
        given("page_table", one_row_further)),
     of("forks_computed_once", "in batches of eight or more, forks of one length with the same token are computed once",

@@ -73,7 +73,9 @@ def crowd(test: StressTest) -> None:
 
 
 def wear(test: StressTest) -> None:
-    """Repeat short requests many times, and fork one each time. Their logits must not change, and the process must not grow.
+    """Repeat short requests many times, and fork one each time. Every second fork gets a turn.
+
+    The requests' logits must not change, and the process must not grow.
 
     Two pairs of requests alternate, so that a page holds other tokens each time. One request per pair crosses a page border.
     """
@@ -89,7 +91,10 @@ def wear(test: StressTest) -> None:
         again = [ForcedSequence(name, row.prompt, list(row.ahead), watched=number < 2) for row in pairs[number % 2]]
         test.prefill(*again)
         if isinstance(test.engine, SupportsFork) and test.largest > len(again):
-            test.engine.release([test.engine.fork(again[0].handle)])
+            fork = test.engine.fork(again[0].handle)
+            if number % 2:
+                test.engine.extend(fork, again[1].prompt)
+            test.engine.release([fork])
         test.decode(*again, steps=steps)
         test.release(*again)
         marks = [mark for sequence in again for mark in _sample_logits(sequence)]

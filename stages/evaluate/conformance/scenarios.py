@@ -253,12 +253,13 @@ def answers(test: StressTest) -> None:
 
 
 def long_queue(test: StressTest) -> None:
-    """Generate three long answers while many short prompts wait for the remaining places of the batch."""
+    """Generate three long answers while many short prompts, and a longer one, wait for the remaining places of the batch."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     waiting = [test.sequence("a short prompt in a long queue", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
     waiting += [waiting[i] for i in test.rng.integers(0, len(waiting), test.scaled(REPEATED))]
-    limits = np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist()
+    limits = [*np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist(), test.randint(2, ANSWER // 2)]
+    waiting.append(test.sequence("the last prompt in a long queue", test.quote(test.randint(PAGE_TOKENS, 2 * PAGE_TOKENS))))
     # Long prompts are quotes, because answers to short random prompts repeat one token. The waiting requests take turns in the
     # remaining places.
     long = [test.sequence("a prompt with a long answer", test.quote(test.randint(9, PAGE_TOKENS))) for _ in range(3)]

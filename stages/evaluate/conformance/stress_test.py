@@ -104,9 +104,11 @@ def _run_scenarios(test: StressTest) -> None:
         try:
             test.prefill(ending, idle)
             test.release(ending)
+            rows = [idle, test.resting[-1]]
+            if isinstance(engine, SupportsFork):
+                rows += [test.fork(idle, idle.name) for _ in range(test.largest - len(rows))]
             time.sleep(IDLE_SECONDS * test.config.requests)
-            test.decode(test.resting[-1])  # in `wake`, a turn may come first
-            test.decode(idle)
+            test.decode(*rows)  # in `wake`, a turn may come first
             test.wake()
             test.decode(*test.resting, steps=3)
         except UserError as error:

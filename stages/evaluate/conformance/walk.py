@@ -56,6 +56,8 @@ def walk(test: StressTest) -> None:
         if long:
             test.serve(long[: test.largest])
         return
+    if isinstance(test.engine, SupportsFork):
+        fill_pages(test)
     walker = Walk(test, long)
     operations = [*[walker.join] * JOINS, *[walker.step] * STEPS, *[walker.run] * RUNS, *[walker.leave] * DEPARTURES]
     operations += [test.wake] * WAKES
@@ -66,9 +68,27 @@ def walk(test: StressTest) -> None:
         order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
         order.insert(test.randint(len(order) // 2, len(order)), walker.late_turn)
         order.append(walker.late_turn)
+        for keep in (walker.kept_pages, walker.kept_prompt):
+            order.insert(test.randint(0, len(order)), keep)
     for operate in [*[walker.alone] * (test.scaled(2) - 1), *order, walker.alone]:
         operate()
     walker.finish()
+
+
+def fill_pages(test: StressTest) -> None:
+    """Fork a short prompt many times, and decode all forks. A fork takes one page, so the pool is full whenever it grows."""
+    name, free = "one of many short forks", test.engine.max_sequences
+    count = 2 * test.largest if free is None else min(2 * test.largest, free - len(test.resting))
+    origin = test.sequence(name, 1)
+    test.prefill(origin)
+    rows = [origin]
+    for number in range(1, count):
+        rows.append(test.fork(origin, name, 1))
+        if number > CONTINUED:
+            rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
+    for begin in range(0, count, test.largest):
+        test.decode(*rows[begin : begin + test.largest])
+    test.release(*rows)
 
 
 class Walk:
@@ -237,7 +257,7 @@ class Walk:
     def page_turns(self) -> None:
         """Extend the longest row that leaves room for some pages in turns that end with a page, or a token before.
 
-        After each turn, the row decodes past the page's end.
+        After each turn, the row decodes past the page's end, beside a fork if the turn ends with the page.
         """
         most = self.test.max_tokens
         rows = [row for row in self.rows[1:] or self.rows if len(row.tokens) <= PAGE_TURNS * most]
@@ -249,7 +269,27 @@ class Walk:
         for page in range(first, (most - LAST_STEPS) // PAGE_TOKENS + 1):
             before = (page + drawn) % 2
             self._extend(row, page * PAGE_TOKENS - before - len(row.tokens))
-            self._decode([row], before + 2)
+            self._make_room(1, row)
+            branches = list(dict.fromkeys((row, row if before else self._fork(row))))
+            self._decode(branches, before + 2)
+            self._end(branches[1:])
+
+    def kept_pages(self) -> None:
+        """Extend a fork of whole pages by whole pages."""
+        self._keep(self.test.randint(1, 2) * PAGE_TOKENS, self.test.randint(1, 3) * PAGE_TOKENS)
+
+    def kept_prompt(self) -> None:
+        """Extend a fork by more tokens than it has."""
+        length = self.test.randint(PAGE_TOKENS // 2, 2 * PAGE_TOKENS)
+        self._keep(length, length + self.test.randint(1, PAGE_TOKENS))
+
+    def _keep(self, length: int, rest: int) -> None:
+        """Start a prompt of `length` tokens, and extend its fork by `rest` tokens, as an engine does that keeps prefixes."""
+        self._make_room(2)
+        if len(self.rows) < self.test.largest and length + rest + LAST_STEPS < self.test.max_tokens:
+            kept = self.test.sequence("a kept prefix", length)
+            self._start([kept])
+            self._extend(self._fork(kept), rest)
 
     def _extend(self, row: ForcedSequence, chunk: int | Sequence[int]) -> None:
         count = min(chunk if isinstance(chunk, int) else len(chunk), self.longest_turn, self._room(row))
