@@ -77,7 +77,10 @@ class ComparedRequest(Record):
     def roundings(self) -> float:
         """Distance of the logits in roundings, the larger by mean and by maximum KL; infinite if a KL is not finite."""
         pairs = ((self.engine.kl_mean, self.rounding.kl_mean), (self.engine.kl_max, self.rounding.kl_max))
-        return max(math.inf if kl is None or unit is None else math.sqrt(kl / (unit + MIN_KL)) for kl, unit in pairs)
+        return max(
+            math.inf if kl is None or unit is None else math.sqrt(max(kl, 0.0) / (max(unit, 0.0) + MIN_KL))
+            for kl, unit in pairs
+        )
 
     def times_allowed(self, limit: float) -> float:
         """Return the request's worst figure as a multiple of its allowed maximum; `limit` is the maximum in roundings."""
@@ -96,7 +99,7 @@ class ComparedRequest(Record):
 
 def allowed_in_layer(rounding: float) -> float:
     """Return the error allowed in a layer's stored vectors, given the error `rounding` of the 16-bit engine's vectors."""
-    return LAYER_ALLOWED * rounding + MEAN_STEP
+    return LAYER_ALLOWED * max(rounding, 0.0) + MEAN_STEP
 
 
 def _times(error: Number, rounding: Number, step: float) -> float:
