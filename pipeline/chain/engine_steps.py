@@ -115,11 +115,7 @@ class EngineSteps(Artifacts):
         return self.make(Recipe("calibration", config, inputs, TORCH), build)
 
     def weights(self) -> Artifact:
-        inputs, config, calibration = {"checkpoint": self.checkpoint_digest}, self._quantizing, self.calibration()
-        if self.config.weights.format == "none":
-            config = {"weights": "none"}  # the options of calibration change no weight, so they make no other copy
-        else:
-            inputs["calibration"] = calibration.digest
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
 
         def build(out: Path, progress: Progress) -> None:
             from stages.quantize.run import quantize_weights
@@ -127,7 +123,7 @@ class EngineSteps(Artifacts):
             call = quantize_weights if self.config.weights.format == "none" else partial(run_in_child, quantize_weights)
             call(self.checkpoint, out, **self._quantizing, calibration_texts=self._texts(), progress=progress)
 
-        return self.make(Recipe("weights", config, inputs, MODELOPT), build)
+        return self.make(Recipe("weights", self._quantizing, inputs, MODELOPT), build)
 
     def extremes(self) -> Artifact:
         """Return the extremes of keys and values, measured on the calibration texts."""

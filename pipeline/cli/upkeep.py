@@ -27,6 +27,7 @@ from pipeline.registry.tracking import RegisteredModel
 from pipeline.store.locks import locked_at_once
 from pipeline.store.store import IN_USE, unfinished
 from stages.core.errors import MissingRequirement, UserError
+from stages.core.files import POOL
 
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 """Order of the aliases in the list. Routes have position 2."""
@@ -173,7 +174,7 @@ def _check_known(config: Config, inventory: Inventory) -> None:
 
 
 def remove(root: Path, pieces: Sequence[Piece]) -> None:
-    """Remove pieces in their order. The caller must hold the store alone."""
+    """Remove pieces in their order, then pool files without other links. The caller must hold the store alone."""
     for piece in pieces:
         path = piece.path
         if piece.is_artifact:
@@ -182,3 +183,6 @@ def remove(root: Path, pieces: Sequence[Piece]) -> None:
             scratch.parent.mkdir(parents=True, exist_ok=True)
             path = path.rename(scratch)
         shutil.rmtree(path)
+    for file in (root / POOL).glob("*"):
+        if file.stat().st_nlink == 1:
+            file.unlink()

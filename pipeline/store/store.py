@@ -24,7 +24,7 @@ from pipeline.store.locks import locked, locked_at_once, shared
 from stages.core.artifact import Artifact, Recipe
 from stages.core.digest import files_digest, json_digest, tree_files
 from stages.core.errors import UserError
-from stages.core.files import STORE_FILE, write_atomically
+from stages.core.files import STORE_FILE, sweep_pool, write_atomically
 from stages.core.strict import Unreadable, parse_json, read_file
 
 MANIFEST = ".manifest.json"
@@ -116,6 +116,7 @@ class Store:
                     with locked_at_once(lock_of(target)) as abandoned:
                         if abandoned:
                             shutil.rmtree(scratch, ignore_errors=True)
+        sweep_pool(self.root)
 
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)

@@ -26,8 +26,8 @@ from stages.policies.scales import KVScales, SideScales
 def copy_checkpoint(info: CheckpointInfo, out: Path, skip: Collection[str] = ()) -> None:
     """Copy the checkpoint's known files byte for byte to the new directory `out`, without other files (pickles, code).
 
-    Weights are copied into the store and linked within it: a copy per KV policy would fill the disk, and a hard link to the
-    user's file would change if that file were overwritten in place. `skip` names files that the caller writes itself; they
+    Weights are copied into the store once and linked within it: a copy per KV policy would fill the disk, and a hard link to
+    the user's file would change if that file were overwritten in place. `skip` names files that the caller writes itself; they
     must not be copied, because a copy may be a link.
     """
     out.mkdir(parents=True)

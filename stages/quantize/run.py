@@ -58,11 +58,11 @@ def quantize_weights(
       over `ranks` GPUs.
     """
     info = inspect_checkpoint(checkpoint)
+    samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     if info.quantized is not None:
         copy_without_scales(info, out / SERVED)
         write_plain(info, out / CHECKPOINT, progress)
     elif weights != "none":
-        samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
         model = quantized_model(info, weights, samples, seed, progress)
         write_dequantized(info, out / CHECKPOINT, dequantized_weights(model, info.shape.layers))
         export_weights(model, info, weights, out, weight_exports(info), ranks)

@@ -229,7 +229,7 @@ def judge(folder: Path) -> RunResult:
 def judge_and_check(folder: Path) -> RunResult:
     """Judge one engine; assert that the failed attempt left no files and that the new results are complete."""
     ended, work = judge(folder), folder / "work"
-    hidden = [path for path in (work / "artifacts").rglob(".*") if path.is_dir() and path.name != ".partial"]
+    hidden = [path for path in (work / "artifacts").rglob(".*") if path.is_dir() and path.name not in (".partial", ".files")]
     assert hidden == []
     assert list((work / "artifacts" / ".partial").glob("*/*")) == []
     store = open_tracking(work)

@@ -2,12 +2,16 @@
 
 import errno
 import os
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stages.core.digest import tree_entries
-from stages.core.files import STORE_FILE, link_or_copy, write_atomically
+from stages.core import files
+from stages.core.digest import file_digest, tree_entries
+from stages.core.files import POOL, STORE_FILE, link_or_copy, sweep_pool, write_atomically
 
 
 @pytest.fixture
@@ -38,11 +42,17 @@ def test_artifacts_share_the_file_and_not_a_symlink_to_it(store: Path) -> None:
 
 
 def test_an_owners_writes_reach_no_artifact(store: Path, owned: Path) -> None:
-    copy = store / "quantize" / "one" / "weights"
-    link_or_copy(owned, copy)
+    first, two, three = (store / "quantize" / "one" / name for name in ("one", "two", "three"))
+    link_or_copy(owned, first)
+    link_or_copy(owned, two)
+    assert first.samefile(two), "artifacts share one copy"
     with owned.open("r+") as stream:
         stream.write("garbage")
-    assert copy.read_text() == "weights"
+    assert first.read_text() == two.read_text() == "weights"
+    (pooled,) = (store / POOL).iterdir()
+    pooled.rename(store / POOL / file_digest(owned))  # damaged: its content does not have the digest in its name
+    link_or_copy(owned, three)
+    assert three.read_text() == "garbage"
 
 
 def test_a_file_that_cannot_be_linked_is_copied(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +63,18 @@ def test_a_file_that_cannot_be_linked_is_copied(store: Path, owned: Path, monkey
     link_or_copy(owned, store / "quantize" / "one" / "w")
     link_or_copy(store / "quantize" / "one" / "w", store / "quantize" / "two" / "w")
     assert (store / "quantize" / "two" / "w").read_text() == "weights"
+
+
+def test_copies_without_an_artifact_are_removed_after_a_day(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = store / "quantize" / "one" / "w"
+    link_or_copy(owned, target)
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 2 * files.UNLINKED_S)
+    sweep_pool(store)
+    assert len(list((store / POOL).iterdir())) == 1
+    target.unlink()
+    sweep_pool(store)
+    assert list((store / POOL).iterdir()) == []
 
 
 def test_a_file_replaces_another_users_file(tmp_path: Path) -> None:
@@ -66,18 +88,24 @@ def test_a_file_replaces_another_users_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "theirs.html"]
 
 
-def test_two_writers_with_one_process_id_do_not_interfere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_with_one_process_id_do_not_interfere(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in two containers over one work directory: every writer has a scratch file of its own."""
-    scratch, replace = list[Path](), Path.replace
+    scratch: list[Path] = []
 
-    def recording(path: Path, target: Path) -> Path:
-        scratch.append(path)
-        return replace(path, target)
+    def recording(function: Callable[..., object], position: int) -> Callable[..., object]:
+        def call(*paths: Path) -> object:
+            scratch.append(paths[position])
+            return function(*paths)
 
-    monkeypatch.setattr(Path, "replace", recording)
-    for _ in range(2):
-        write_atomically(tmp_path / "page.html", "PASS")
-    assert len(set(scratch)) == 2
+        return call
+
+    monkeypatch.setattr(shutil, "copyfile", recording(shutil.copyfile, 1))
+    monkeypatch.setattr(Path, "replace", recording(Path.replace, 0))
+    for name in ("one", "two"):
+        write_atomically(store / "page.html", "PASS")
+        link_or_copy(owned, store / "quantize" / name / "w")
+        next((store / POOL).iterdir()).unlink()
+    assert len(set(scratch)) == 4, "two pages, and two copies that are both written and renamed"
 
 
 def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
