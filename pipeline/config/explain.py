@@ -83,7 +83,7 @@ def _misspelled(problems: Sequence[ErrorDetails]) -> dict[tuple[int | str, ...],
     missing = [problem["loc"] for problem in problems if problem["type"] == "missing"]
     unknown = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
     absent = {place: [str(other[-1]) for other in missing if other[:-1] == place[:-1]] for place in unknown}
-    close = {place: get_close_matches(str(place[-1]), names, 1, 0.75) for place, names in absent.items()}
+    close = {place: get_close_matches(str(place[-1]), names, 1) for place, names in absent.items()}
     return {place: names[0] for place, names in close.items() if names}
 
 
