@@ -73,10 +73,9 @@ def crowd(test: StressTest) -> None:
 
 
 def wear(test: StressTest) -> None:
-    """Repeat short requests many times, and fork one each time. Every second fork gets a turn.
+    """Repeat short requests many times, and every second time fork one and extend the fork by a turn.
 
     The requests' logits must not change, and the process must not grow.
-
     Two pairs of requests alternate, so that a page holds other tokens each time. One request per pair crosses a page border.
     """
     count = max(MIN_REPETITIONS, test.scaled(2 * test.config.requests))
@@ -90,10 +89,9 @@ def wear(test: StressTest) -> None:
     for number in range(count):
         again = [ForcedSequence(name, row.prompt, list(row.ahead), watched=number < 2) for row in pairs[number % 2]]
         test.prefill(*again)
-        if isinstance(test.engine, SupportsFork) and test.largest > len(again):
+        if number % 2 and isinstance(test.engine, SupportsFork) and test.largest > len(again):
             fork = test.engine.fork(again[0].handle)
-            if number % 2:
-                test.engine.extend(fork, again[1].prompt)
+            test.engine.extend(fork, again[1].prompt)
             test.engine.release([fork])
         test.decode(*again, steps=steps)
         test.release(*again)

@@ -106,7 +106,7 @@ def _run_scenarios(test: StressTest) -> None:
             test.release(ending)
             rows = [idle, test.resting[-1]]
             if isinstance(engine, SupportsFork):
-                rows += [test.fork(idle, idle.name) for _ in range(test.largest - len(rows))]
+                rows += [test.fork(idle, idle.name) for _ in range(test.largest // 2 - 1)]
             time.sleep(IDLE_SECONDS * test.config.requests)
             test.decode(*rows)  # in `wake`, a turn may come first
             test.wake()

@@ -20,7 +20,7 @@ TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 TURN_TILES = (120, 112)
 """Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides at least one length."""
 
-JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES, WAKES = 11, 24, 22, 12, 5, 10, 3
+JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES, WAKES = 10, 23, 20, 11, 5, 10, 3
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` forks a row."""

@@ -41,7 +41,7 @@ NAMED = {
 LONG = {
     "turn_after_a_turn_overlaps": at("walk"),
     "rows_on_a_prefix_read_as_far_as_the_first": at("shared"),
-    "turn_slots_end_at_294": at("walk"),
+    "turn_slots_end_at_294": at("walk", seed=1),
     "turn_over_a_page_border": at("walk", max_tokens=320, max_batch=8),
     "turn_beyond_the_window": at("walk", "ages"),
     "prompt_of_tiles_of_320": at("walk"),
