@@ -48,7 +48,7 @@ def show_status(config: Config) -> None:
         _show_model(model, inventory)
     recent = last_sweeps(inventory.sweeps, max(1, config.prune.keep_sweeps))
     for sweep in recent:
-        _show_sweep(sweep)
+        _show_sweep(sweep, inventory)
     if len(inventory.sweeps) > len(recent):
         console.say(f"and {len(inventory.sweeps) - len(recent)} earlier sweeps")
     if inventory.pieces:
@@ -72,10 +72,11 @@ def _show_model(model: RegisteredModel, inventory: Inventory) -> None:
     judged = {candidate.identity.digest: candidate for sweep in inventory.sweeps for candidate in sweep.candidates}
     rows, aliases = [], model.pointed_at
     for alias, version in sorted(aliases.items(), key=lambda item: (ORDER.get(item[0], 2), item[0])):
-        candidate = judged.get(version.identity_digest)
-        covered = candidate.covered if candidate is not None else None
+        digest = version.identity_digest
+        covered = judged[digest].covered if digest in judged else None
+        notes = ", ".join(filter(None, (covered, _missing(digest, inventory))))
         date = datetime.fromtimestamp(version.made, UTC).isoformat(" ", "minutes")[:16]
-        rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), date, covered or ""])
+        rows.append([alias, version.number, version.name, version.tags.get("verdict", "unknown"), date, notes])
     columns = list(map(Column, ("alias", "version", "engine", "verdict", "registered", "holds")))
     console.show(Grid(f"{model.name}: versions {len(model.versions)}", columns, rows, COLOURS))
     champion = aliases.get("champion")
@@ -100,11 +101,19 @@ def _minute(timestamp: str) -> str:
     return timestamp.replace("T", " ")[:16]
 
 
-def _show_sweep(sweep: Summary) -> None:
+def _missing(digest: str, inventory: Inventory) -> str | None:
+    """Return a clause that names the first missing part of an engine's evidence; None if the work directory has all parts."""
+    lineage = inventory.lineages.get(digest)
+    if lineage is None:
+        return "its evidence is not here"
+    return next((f"{link.place} is not here" for link in lineage.reads if link.place not in inventory.artifact_places), None)
+
+
+def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
     rows, unfinished = [], sweep.unfinished
     for candidate in sweep.candidates:
         covered = candidate.covered if candidate.verdict == "PASS" else None
-        reasons = "; ".join(filter(None, (*candidate.reasons[:1], covered)))
+        reasons = "; ".join(filter(None, (_missing(candidate.identity.digest, inventory), *candidate.reasons[:1], covered)))
         version = candidate.version or "-"
         rows.append([candidate.name, candidate.verdict, version, candidate.model, candidate.backend, reasons])
     missing = f", which has not finished: {unfinished.rpartition(': ')[2]}" if unfinished is not None else ""

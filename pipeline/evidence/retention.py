@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from pipeline.config.config import Config
@@ -106,6 +107,10 @@ class Inventory:
     """Sweeps, the latest first."""
     problems: list[Refusal] = field(default_factory=list)
     """UserError or MissingRequirement for everything that could not be read."""
+
+    @cached_property
+    def artifact_places(self) -> set[str]:
+        return {piece.place for piece in self.pieces if piece.is_artifact}
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:

@@ -285,6 +285,8 @@ def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsy
     assert copied.alias("champion") == "fp8k_int4v"
     with pytest.raises(GateRefusal, match="has no evidence"):
         copied.command("stage=promote", "promote.sweep=20260101-000000-1-a")
+    copied.command("stage=status")
+    assert "its evidence is not here" not in capsys.readouterr().out, "nothing that serves lacks its evidence"
     copied.command("stage=rollback")
     capsys.readouterr()
     copied.command("stage=status")
