@@ -119,6 +119,7 @@ UNMET_REQUIREMENTS: tuple[tuple[str, ...], ...] = (
 OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
     ("deep nesting", "kv/mine.yaml", "a: " + "[" * 9999 + "]" * 9999, ("mine.yaml", "maximum recursion")),
     ("a single number", "kv/mine.yaml", "5", ("--config-dir", "mine.yaml")),
+    ("an open interpolation", "kv/mine.yaml", 'name: "${"', ("--config-dir", "mine.yaml")),
     ("no character", "kv/mine.yaml", r'name: "\UFFFFFFFF"', ("--config-dir", "mine.yaml", "cannot be read")),
     ("a value of ???", "kv/mine.yaml", "name: ???", ("--config-dir", "mine.yaml", "??? is no value")),
     ("an empty file", "kv/mine.yaml", "", ("--config-dir", "mine.yaml", "has no keys")),

@@ -107,7 +107,9 @@ def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: Mo
 
 def test_an_evaluation_overlaps_no_steps_and_reuses_no_blocks_of_an_engine() -> None:
     """The fake refuses arguments and values that are not recorded, but computes alike with both settings."""
-    assert settings.evaluation_of_served(settings.llm_args(options(), SHIPPED["fp8"]))["disable_overlap_scheduler"] is True
+    pinned = settings.llm_args(options(), SHIPPED["fp8"])
+    changed = {"skip_tokenizer_init": True, "disable_overlap_scheduler": True}
+    assert settings.evaluation_of_served(pinned) == pinned | changed, "with block reuse, as served"
     assert settings.evaluation_of_engine(options())["kv_cache_config"]["enable_block_reuse"] is False
 
 

@@ -64,6 +64,8 @@ def test_the_baseline_as_its_own_candidate_has_no_distance(same: Judged) -> None
     assert report.overall.fidelity.top1_agreement == 1.0
     assert (report.engine_digest, report.baseline_digest, report.samples) == ("engine", "base", len(SAMPLES))
     assert [row.id for row in rows] == [sample.id for sample in SAMPLES]
+    assert report.coverage is not None
+    assert 19 <= report.coverage.longest_context < report.coverage.room == 36, "find-11 and 16 more tokens"
 
 
 def test_the_noise_floor_repeats_samples_in_other_batches(baseline: Path) -> None:

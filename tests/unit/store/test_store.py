@@ -211,6 +211,27 @@ def test_only_what_code_does_is_part_of_its_digest(
     assert digests[1] == digests[3]
 
 
+@pytest.mark.parametrize(
+    ("folder", "evaluates", "same"),
+    [
+        ("plugins/kernels", False, False),
+        ("stages/engines", False, False),
+        ("stages/evaluate", True, False),
+        ("stages/evaluate", False, True),
+        ("stages/report", True, True),
+    ],
+)
+def test_code_that_can_change_an_artifact_is_part_of_its_key(
+    folder: str, evaluates: bool, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "ROOT", tmp_path)
+    monkeypatch.setattr("stages.core.artifact.code_digest", digest.code_digest.__wrapped__)
+    before = replace(recipe(), evaluates=evaluates).key
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "module.py").write_text("x = 1")
+    assert (replace(recipe(), evaluates=evaluates).key == before) is same
+
+
 REFUSAL = r"cannot be locked \(.*\); it must be in a folder that has locks and lets you write"
 FORK = multiprocessing.get_context("fork")
 
