@@ -34,9 +34,9 @@ UNUSUAL = 30.0
 of all sequences of one name."""
 UNUSUAL_KL = 0.02
 """Median KL in nats that is always allowed if the engine's arithmetic differs by design."""
-FLIPPED_KL = 0.05
+FLIPPED_KL = 0.15
 """Mean KL in nats of a single sequence that is always allowed if the cache is hidden. With heavy hitters, one flipped code may
-change which tokens are evicted later: a sound sequence of 206 tokens had a mean of 0.0215."""
+change which tokens are evicted later: sound sequences of 200 to 450 tokens had means of 0.0215 and 0.055."""
 
 
 class Deviations:
