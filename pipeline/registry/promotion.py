@@ -59,10 +59,12 @@ class PromotionMove:
 
 
 def is_attempt(checks: Sequence[Check]) -> bool:
-    """Return whether questions alone prevented a PASS. Otherwise, as in a quick check, no questions could have given a PASS."""
-    failed = [check.gate.samples_decide for check in checks if check.status == "FAIL"]
+    """Return whether an evaluation counts as an attempt: a FAIL, or questions alone prevented a PASS.
+
+    In a quick check, for example, no questions could have given a PASS.
+    """
     undecided = [check.gate.samples_decide for check in checks if check.status == "INCONCLUSIVE"]
-    return any(failed) or (not failed and bool(undecided) and all(undecided))
+    return any(check.status == "FAIL" for check in checks) or (bool(undecided) and all(undecided))
 
 
 def live_tokens(candidate: Candidate) -> float:
@@ -292,8 +294,8 @@ class Engines:
 
     def not_passed(self, candidate: Candidate) -> list[Version]:
         """Return the versions that judged the candidate's engine without a PASS, by what the registry records."""
-        name = self.model.versions[candidate.version].name
-        versions = [version for version in self.model.versions.values() if version.name == name]  # one request for each
+        # An engine contains its policy's name, with which the display name begins. Each other version costs a request.
+        versions = [v for v in self.model.versions.values() if v.name.partition(" ")[0] == candidate.policy]
         others = [version for version in versions if version.tags.get("verdict", "PASS") != "PASS"]
         return [v for v in others if self.registry.judged_by(v).tags.get("engine_digest") == candidate.engine.digest]
 

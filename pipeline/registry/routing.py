@@ -323,7 +323,7 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
             broken.add(workload)
         if move is not None and move.back:
             broken.add(workload)
-    # Moves back come first. Each move is made and printed by itself, so that a refused or failed one stops no other.
+    # Moves back come first. Each move is made and printed by itself, so that a refused one stops no other.
     for workload, decision in sorted(decisions.items(), key=lambda item: not (isinstance(item[1], Move) and item[1].back)):
         refused = ""
         if isinstance(decision, Move):

@@ -255,6 +255,7 @@ def judge_on(registry: MemoryRegistry, questions: str, verdict: Status, **change
 
 
 QUICK = [Check.of(gate, "all", status="INCONCLUSIVE", text="a reason") for gate in (Gate.RECOVERY, Gate.CONFORMANCE)]
+WRONG = [Check.of(Gate.STRESS_TEST, "candidate", status="FAIL", text="a reason")]
 OTHER_BASELINE = Cited(path=Path("fp16"), digest="of another baseline")
 
 
@@ -265,6 +266,7 @@ OTHER_BASELINE = Cited(path=Path("fp16"), digest="of another baseline")
         ([("a", "PASS")], {}, 1),
         ([("a", "INCONCLUSIVE")], {}, 2),
         ([("a", "FAIL")], {}, 2),
+        ([("a", "FAIL")], {"checks": WRONG}, 2),  # no question decided it
         ([("a", "INCONCLUSIVE"), ("a", "FAIL"), ("b", "INCONCLUSIVE"), ("c", "PASS")], {}, 3),
         ([("judged", "INCONCLUSIVE")], {}, 1),  # on the same questions
         ([("a", "INCONCLUSIVE")], {"checks": QUICK}, 1),  # could not pass
