@@ -57,4 +57,4 @@ def plan_call(values: Mapping[str, object]) -> Plan:
                 f"{key}={value}: pass the name of an option, or the keys one by one, as in **{{'{key}.KEY': VALUE}}"
             )
     planned = plan([f"{key}={written(value, key)}" for key, value in values.items()], multirun=False)
-    return replace(planned, arguments=None)
+    return replace(planned, arguments=None, sweeping=False)

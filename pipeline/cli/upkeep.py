@@ -132,7 +132,7 @@ def prune(config: Config) -> None:
         console.say(f"{root!s}: there are no artifacts")
         return
     applied, lock = config.prune.apply, root / IN_USE
-    if applied and lock.exists() and not os.access(lock, os.W_OK):
+    if applied and not os.access(lock if lock.exists() else root, os.W_OK):
         raise UserError(f"stage=prune: {lock} cannot be locked, because this user may not write to it; grant write permission")
     exclusive: AbstractContextManager[bool] = locked_at_once(lock) if applied else nullcontext(True)
     with exclusive as unused:  # no command can change the needs meanwhile

@@ -86,7 +86,7 @@ def readable(argument: str, parser: OverridesParser) -> str:
         return argument
     key, equals, value = argument.partition("=")
     text = f"{key}={quoted(value)}"
-    pasted = next((character for character in key if not character.isascii()), None)
+    pasted = next((character for character in key if not (character.isascii() or character.isalpha())), None)
     if pasted:
         name = unicodedata.name(pasted, "a character outside ASCII")
         raise UserError(f"{short(redact_text(argument), 200)}: has {name} in its key; write the keyboard's character")
@@ -113,7 +113,7 @@ def refuse_contradictions(arguments: Sequence[str]) -> None:
 def _keys_in(argument: str) -> list[str]:
     """Return the keys that a command-line argument sets: its own, or the keys in its dict, which is merged with others."""
     if "={" in argument and len(argument) <= MAX_CHARACTERS:
-        with suppress(OverrideParseException, ValueError):  # has its own message later
+        with suppress(OverrideParseException, ValueError, RecursionError):  # has its own message later
             (override,) = OverridesParser.create().parse_overrides([argument])
             return [key for key, _ in leaves(override.value(), key_of(argument))]
     return [key_of(argument)]

@@ -88,7 +88,7 @@ class Store:
         lock = lock_of(self.root / Recipe.place(stage, key))
         lock.parent.mkdir(parents=True, exist_ok=True)
         directory = unfinished(self.root, stage, key, resumable=False)
-        with shared(lock, f"leftovers in {directory.parent}, which are being removed"):
+        with used(self.root), shared(lock, f"leftovers in {directory.parent}, which are being removed"):
             directory.mkdir(parents=True)
             try:
                 yield directory

@@ -16,7 +16,7 @@ SCHEMA = 1
 """Version of manifests and recipes."""
 SHOWING = ("planning", "report")
 """Folders of `stages` whose code changes no artifact."""
-EVALUATING = ("evaluate",)
+EVALUATING = ("evaluate", "verdict")
 """Folders of `stages` whose code changes only the artifacts of evaluations."""
 
 
