@@ -143,7 +143,7 @@ class EngineSteps(Artifacts):
         calibrated = any(form.scale == "calibrated" for _, form in policy.formats) and not self._carries_scales(policy)
         extremes = self.extremes() if calibrated else None
         inputs = self._quantized_inputs() | ({} if extremes is None else {"extremes": extremes.digest})
-        config = {**self._quantizing, "kv": policy.model_dump()}
+        config = {key: value for key, value in self._quantizing.items() if key != "ranks"} | {"kv": policy.model_dump()}
 
         def build(out: Path, _: Progress) -> None:
             from stages.quantize.run import scale_cache

@@ -56,10 +56,11 @@ def declare_tensorrt_llm(directory: Path, policy: KVPolicy, scales: KVScales) ->
     """Declare the cache in an export. Keys and values share `kv_cache_scaling_factor`, the larger of their scales."""
     if not policy.quantized:
         return
-    declaration, config, layers = {"kv_cache_quant_algo": algorithm(policy.key)}, _read(directory / CONFIG), "quant_cfg.json"
+    declaration, config = {"kv_cache_quant_algo": algorithm(policy.key)}, _read(directory / CONFIG)
     _write(directory / CONFIG, config | {"quantization": config["quantization"] | declaration})
-    if (directory / layers).exists():
-        _write(directory / layers, _read(directory / layers) | declaration)
+    by_layer = directory / "quant_cfg.json"
+    if by_layer.exists():
+        _write(by_layer, _read(by_layer) | declaration)
     floor = TENSORRT_LLM_FP8_FLOOR if algorithm(policy.key) == "FP8" else 0.0
     added: dict[str, torch.Tensor] = {}
     for layer, sides in enumerate(scales.layers):

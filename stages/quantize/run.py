@@ -128,7 +128,7 @@ def weight_exports(info: CheckpointInfo) -> list[str]:
 def export_weights(
     model: torch.nn.Module, info: CheckpointInfo, weights: WeightsFormat, out: Path, exports: Collection[str], ranks: int
 ) -> None:
-    """Write `exports` of a model from `quantized_model`, each to its folder in `out`, without a cache's format.
+    """Write `exports` of a model that has ModelOpt's quantizers, each to its folder in `out`, without a cache's format.
 
     Changes the model. Raises RuntimeError if ModelOpt declares another format of the weights than `weights`.
     """

@@ -133,6 +133,15 @@ def test_joint_prefill_syncs_once_per_pass_and_equals_single(bundles: dict[str, 
         assert distance(engine.decode([handle], [5]), alone.decode([other], [5])) < CLOSE
 
 
+def test_captured_bfloat16_steps_are_within_their_rounding(bundles: dict[str, Path]) -> None:
+    texts = benchlib.story_tokens(2, 300).tolist()
+    engines = [load_on_gpu(bundles["fp8k_int4v"], threads=1, compute_dtype=dtype) for dtype in ("float32", "bfloat16")]
+    handles = [engine.prefill([text[:200] for text in texts])[0] for engine in engines]
+    exact, rounded = (engine.decode(handle_pair, [5, 6]) for engine, handle_pair in zip(engines, handles, strict=True))
+    assert rounded.dtype == np.float32
+    assert 1e-4 < distance(rounded, exact) < 6e-2  # transformers' own bfloat16 steps differ by 4e-2
+
+
 def test_the_command_line_judges_a_cache_by_the_kernels(tmp_path: Path) -> None:
     candidate = judge_on_gpu(tmp_path, (0,))
     assert (candidate["backend"], candidate["verdict"]) == ("torch", "PASS")

@@ -101,8 +101,9 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
     folder = cache_folder()
     name = f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}"
     for library in sorted(folder.glob(f"{name}-*.so")):
-        with suppress(FileNotFoundError):  # another process removed it
+        with suppress(OSError):  # on a read-only file system
             os.utime(library)
+        with suppress(FileNotFoundError):  # another process removed it
             if library == _path_with_digest(library, folder, name):
                 return library
             library.unlink()
