@@ -38,9 +38,7 @@ from pipeline.config.overrides import (
     BASIC,
     LAUNCHER,
     LAUNCHER_KEYS,
-    MAX_CHARACTERS,
     MAX_JOBS,
-    MAX_KEY,
     OPTION,
     SEARCHPATH,
     check_installed,
@@ -65,6 +63,8 @@ EXISTING = "give it a value, or name a key that exists or ${oc.env:NAME}, a vari
 """Fix for an interpolation that cannot be resolved."""
 MAX_SHOWN_CHARACTERS = 400
 """Maximum characters of a command in a message."""
+MAX_KEY, MAX_CHARACTERS = 200, 1 << 15
+"""Maximum characters of a key (Hydra takes it for a file name) and of an override (Hydra would parse it for minutes)."""
 
 
 def to_config(composed: DictConfig) -> Config:

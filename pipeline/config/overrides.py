@@ -36,9 +36,6 @@ MAX_BYTES = 1_000_000
 MAX_JOBS = 1000
 """Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
-MAX_KEY, MAX_CHARACTERS = 200, 1 << 15
-"""Maximum characters of a key (Hydra takes it for a file name) and of an override (Hydra would parse it for minutes)."""
-
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SHARED = re.compile("workdir$|log$|dry$|tracking")
@@ -102,21 +99,11 @@ def refuse_contradictions(arguments: Sequence[str]) -> None:
     """Raise UserError if a command line gives a key two different values. Hydra would silently use the last value."""
     first: dict[str, str] = {}
     for argument in arguments:
-        for key in _keys_in(argument):
-            earlier = first.setdefault(key, argument)
-            if argument != earlier:
-                raise UserError(
-                    f"{short(redact_text(argument), 200)}: contradicts {short(redact_text(earlier), 200)}; keep one of them"
-                )
-
-
-def _keys_in(argument: str) -> list[str]:
-    """Return the keys that a command-line argument sets: its own, or the keys in its dict, which is merged with others."""
-    if "={" in argument and len(argument) <= MAX_CHARACTERS:
-        with suppress(OverrideParseException, ValueError, RecursionError):  # has its own message later
-            (override,) = OverridesParser.create().parse_overrides([argument])
-            return [key for key, _ in leaves(override.value(), key_of(argument))]
-    return [key_of(argument)]
+        earlier = first.setdefault(key_of(argument), argument)
+        if argument != earlier:
+            raise UserError(
+                f"{short(redact_text(argument), 200)}: contradicts {short(redact_text(earlier), 200)}; keep one of them"
+            )
 
 
 def _is_read(argument: str, parser: OverridesParser) -> bool:

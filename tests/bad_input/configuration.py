@@ -59,14 +59,6 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("backend.name=vllm", "backend.name=vllm: cannot be set by itself; write backend=vllm"),
     ("workloads.samples={'copy':20}", "workloads.samples={'copy':20}: cannot be read", "quote texts"),
     ("stage=route routing.routes={copy:int8,copy:fp8}", "routing.routes={copy:int8,copy:fp8}: has a name twice; keep one"),
-    (
-        "stage=route routing.routes={copy:int8,chat:int8} routing.routes.copy=fp8",
-        "routing.routes.copy=fp8: contradicts routing.routes={copy:int8,chat:int8}; keep one of them",
-    ),
-    (
-        "workloads.samples.copy=9 workloads.samples={copy:4}",
-        "workloads.samples={copy:4}: contradicts workloads.samples.copy=9; keep one of them",
-    ),
     ("kv.overrides=[{layers:[0],key:{dtype:fp8,dtype:int8}}]", "kv.overrides", "has a name twice"),
     ("kv=fp8,int8", "kv=fp8,int8: several values need a sweep; add -m, or give one value: a list has brackets"),
     ("model.path=/data/modèle/[7b]#a=b", "model.path=/data/modèle/[7b]#a=b: no such directory"),
