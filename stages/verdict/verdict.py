@@ -46,7 +46,7 @@ class Gate(StrEnum):
     TOP10_OVERLAP = "min_top10_overlap", "Top-10 overlap"
     RUINED = "max_ruined_share", "Ruined requests"
     FAR_TOKENS = "max_far_token_share", "Far tokens"
-    NOISE_FLOOR = "noise_floor", "A/A noise", False
+    NOISE_FLOOR = "noise_floor", "Noise floor", False
     MUST_FAIL_CONTROL = "must_fail_control", "Must-fail control", False
     CONFORMANCE = "conformance", "Conformance", False
     STRESS_TEST = "stress_test", "Stress test", False
