@@ -204,6 +204,10 @@ class WorkloadsConfig(StrictModel):
         if self.lengths:
             counts["length_documents"] = self.length_documents
         more = {key: math.ceil(factor * count) for key, count in counts.items()}
+        if "samples.documentation" in more:
+            from stages.workloads.documentation import pages  # here, so that a command starts without the texts
+
+            more["samples.documentation"] = min(more["samples.documentation"], len(pages("evaluation")))
         if 0 < self.gsm8k < GSM8K_PROBLEMS:
             more["gsm8k"] = min(math.ceil(factor * self.gsm8k), GSM8K_PROBLEMS)
         return [f"workloads.{key}={count}" for key, count in more.items()]

@@ -185,3 +185,5 @@ def test_documentation_is_not_judged_and_no_page_is_used_twice() -> None:
     assert (every_page[:24], len({sample.prompt for sample in every_page})) == (samples, count)
     with pytest.raises(UserError, match=rf"documentation: .* {count} pages .* page {count + 1}; ask for fewer"):
         generate("documentation", count + 1, 0)
+    more = builtin_workloads(samples={"documentation": 24, "lookup": 24}).more_questions(4.0)
+    assert {f"workloads.samples.documentation={count}", "workloads.samples.lookup=96"} <= set(more)
