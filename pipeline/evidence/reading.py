@@ -79,7 +79,7 @@ class Evidence:
         assert self.report is not None, "the caller checks it"
         identity, store = self.identity, self.directory.parent.parent
         engine, baseline, evaluation = identity.reads
-        reported = {name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)}
+        reported = {name: evaluation.files.get(name, "") for name in (REPORT_FILE, SAMPLES_FILE)}
         return Candidate(
             name=name,
             policy=identity.policy,

@@ -63,7 +63,7 @@ def write_atomically(path: Path, text: str) -> None:
 def sweep_pool(root: Path) -> None:
     """Remove the files of a store's pool that no artifact has linked to for a day."""
     for path in (root / POOL).glob("*"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # removed by another process, or another user's
             status = path.stat()
             if status.st_nlink == 1 and time.time() - status.st_ctime > UNLINKED_S:
                 path.unlink()

@@ -122,6 +122,7 @@ def _rerun_samples(
     in_requests = isinstance(engine, SupportsRequests)
     # Samples that the first run computed in one pass are now decoded token by token, in full batches.
     size = batch if isinstance(engine, SupportsForced) and not in_requests else other_batch_size(batch, len(samples))
+    size = min(size, engine.max_sequences or size)
     return run_samples(engine, samples, size, own_logprobs, progress=label, stopping=stopping, one_pass=in_requests)
 
 
@@ -159,7 +160,7 @@ def must_fail_control(
     """
     policy = engine.policy
     min_tokens = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
-    subset = control_samples(encoded, min_tokens)
+    subset = control_samples(encoded, min_tokens)[: engine.max_sequences]
     label = prefix_labels(progress, "must-fail control: ")
     corrupt = partial(engine.corrupt_key_scale, CONTROL_FACTOR)
     # All samples are in one batch, so that there is one prefill.
