@@ -116,14 +116,15 @@ class EngineSteps(Artifacts):
 
     def weights(self) -> Artifact:
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
+        config = {**self._quantizing, "ranks": self.backend.export_ranks}
 
         def build(out: Path, progress: Progress) -> None:
             from stages.quantize.run import quantize_weights
 
             call = quantize_weights if self.config.weights.format == "none" else partial(run_in_child, quantize_weights)
-            call(self.checkpoint, out, **self._quantizing, calibration_texts=self._texts(), progress=progress)
+            call(self.checkpoint, out, **config, calibration_texts=self._texts(), progress=progress)
 
-        return self.make(Recipe("weights", self._quantizing, inputs, MODELOPT), build)
+        return self.make(Recipe("weights", config, inputs, MODELOPT), build)
 
     def extremes(self) -> Artifact:
         """Return the extremes of keys and values, measured on the calibration texts."""
@@ -143,7 +144,7 @@ class EngineSteps(Artifacts):
         calibrated = any(form.scale == "calibrated" for _, form in policy.formats) and not self._carries_scales(policy)
         extremes = self.extremes() if calibrated else None
         inputs = self._quantized_inputs() | ({} if extremes is None else {"extremes": extremes.digest})
-        config = {key: value for key, value in self._quantizing.items() if key != "ranks"} | {"kv": policy.model_dump()}
+        config = {**self._quantizing, "kv": policy.model_dump()}
 
         def build(out: Path, _: Progress) -> None:
             from stages.quantize.run import scale_cache
@@ -183,10 +184,9 @@ class EngineSteps(Artifacts):
 
     @property
     def _quantizing(self) -> dict[str, Any]:
-        """The options for quantizing weights, as keyword arguments of `quantize_weights`."""
+        """The options that decide the quantized weights."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
-        ranks = self.backend.export_ranks
-        return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed, "ranks": ranks}
+        return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 
     @cached_property
     def reference_config(self) -> TorchConfig:

@@ -42,6 +42,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     problems = error.errors(include_url=False)
     wrong_keys = [".".join(map(str, problem["loc"])) for problem in problems]
     meant = _misspelled(problems)
+    named = [(*place[:-1], name) for place, name in meant.items()]
     for problem in problems:
         location = tuple(part for part in problem["loc"] if part != KEY_MARK)
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
@@ -60,7 +61,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         value: Any = problem["input"] if interpolated is None else interpolated
         if problem["loc"] in meant:
             lines.append(f"{key}: unknown key, did you mean {meant[problem['loc']]}?")
-        elif problem["type"] == "missing" and problem["loc"] in [(*place[:-1], name) for place, name in meant.items()]:
+        elif problem["type"] == "missing" and problem["loc"] in named:
             continue  # the line of the misspelled key names it
         elif problem["type"] == "extra_forbidden":
             lines.append(f"{key}: {_unknown(location, composed)}")
@@ -79,7 +80,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
 
 
 def _misspelled(problems: Sequence[ErrorDetails]) -> dict[tuple[int | str, ...], str]:
-    """Return location of an unknown key -> name of a missing key beside it that it resembles."""
+    """Return location of an unknown key -> name of the missing key of the same section that it resembles."""
     missing = [problem["loc"] for problem in problems if problem["type"] == "missing"]
     unknown = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
     absent = {place: [str(other[-1]) for other in missing if other[:-1] == place[:-1]] for place in unknown}

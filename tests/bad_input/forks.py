@@ -110,7 +110,7 @@ def drop_capabilities() -> None:
 
 
 def fail(*_: object) -> NoReturn:
-    """Fail in place of `pipeline.chain.runner.run`, because kvgate must refuse bad input before the call."""
+    """Fail instead of `pipeline.chain.runner.run`, because kvgate must refuse bad input before the call."""
     print("the runner was called")
     raise SystemExit(99)
 

@@ -257,7 +257,7 @@ class Walk:
     def page_turns(self) -> None:
         """Extend the longest row that leaves room for some pages in turns that end with a page, or a token before.
 
-        After each turn, the row decodes past the page's end, beside a fork if the turn ends with the page.
+        After each turn, the row decodes past the page's end. If the turn ends with the page, a fork decodes with it.
         """
         most = self.test.max_tokens
         rows = [row for row in self.rows[1:] or self.rows if len(row.tokens) <= PAGE_TURNS * most]

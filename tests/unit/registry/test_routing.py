@@ -241,7 +241,7 @@ def test_a_broken_monitor_restores_the_previous_engine(fleet: MemoryRegistry, br
 def test_a_class_that_another_command_moved_stops_no_other_move(
     fleet: MemoryRegistry, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], target: str, moved: str
 ) -> None:
-    """`copy` moves back, and `retrieval` moves back or to a smaller engine; another command moves one of them meanwhile."""
+    """`copy` moves back, and `retrieval` moves back or to a smaller engine. Another command has moved `copy` or `retrieval`."""
     int8_then_fp8(fleet, "retrieval")
     fleet.judge("fp8k_int4v", 1300)
     fleet.judge("int4")
