@@ -106,7 +106,8 @@ def _missing(digest: str, inventory: Inventory) -> str | None:
     lineage = inventory.lineages.get(digest)
     if lineage is None:
         return "its evidence is not here"
-    return next((f"{link.place} is not here" for link in lineage.reads if link.place not in inventory.artifact_places), None)
+    places = {piece.place for piece in inventory.pieces}
+    return next((f"{link.place} is not here" for link in lineage.reads if link.place not in places), None)
 
 
 def _show_sweep(sweep: Summary, inventory: Inventory) -> None:
@@ -185,13 +186,10 @@ def _check_known(config: Config, inventory: Inventory) -> None:
 def remove(root: Path, pieces: Sequence[Piece]) -> None:
     """Remove pieces in their order, then pool files without other links. The caller must hold the store alone."""
     for piece in pieces:
-        path = piece.path
-        if piece.is_artifact:
-            # unfinished work, which a later command removes if this process is killed
-            scratch = unfinished(root, piece.kind, path.name, resumable=False)
-            scratch.parent.mkdir(parents=True, exist_ok=True)
-            path = path.rename(scratch)
-        shutil.rmtree(path)
+        # unfinished work, which a later command removes if this process is killed
+        scratch = unfinished(root, piece.kind, piece.path.name, resumable=False)
+        scratch.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(piece.path.rename(scratch))
     for file in (root / POOL).glob("*"):
         if file.stat().st_nlink == 1:
             file.unlink()

@@ -1,6 +1,7 @@
 """Finds the artifacts of a store that are needed: by engines that serve or may serve again, and by recent candidates.
 
-`walk` lists the artifacts and the unfinished work in a store, with their bytes. Artifacts share files by hard links.
+`walk` lists the artifacts in a store, with their bytes. Artifacts share files by hard links. Unfinished work is not listed: the
+store itself removes leftovers, and keeps the samples of an interrupted evaluation for thirty days.
 
 A version or a candidate needs the artifacts of the identity that it cites. The identity names every artifact of its chain:
 
@@ -11,17 +12,12 @@ A version or a candidate needs the artifacts of the identity that it cites. The 
 | unfinished sweeps among the last sweeps | every artifact made since the first unfinished one began: no identity names it yet |
 
 Single evaluations are counted separately from sweeps, with the same limit, so that a few of them never outdate a large sweep.
-Unfinished work of an interrupted evaluation stays for thirty days, the limit of the store.
 """
 
-import os
-import stat
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from pipeline.config.config import Config
@@ -29,62 +25,41 @@ from pipeline.evidence.identity import IDENTITY_FILE, Lineage, read_lineage
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
 from pipeline.registry.tracking import Location, RegisteredModel, locate
-from pipeline.store.store import MANIFEST, PARTIAL, RESUMABLE_S, read_manifest
+from pipeline.store.store import MANIFEST, read_manifest
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import Refusal, UserError, describe
-
-UNFINISHED, SCRATCH = "unfinished", "scratch"
-"""Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A directory of a store that is removed or kept as a whole."""
+    """An artifact in a store, which is removed or kept as a whole."""
 
     place: str
     """Path relative to the store's root: `build/0bbee01def1948b5e69ef32590a029cc`."""
     kind: str
-    """Stage of an artifact, or `UNFINISHED` or `SCRATCH`."""
+    """Stage that made it."""
     path: Path
     files: Mapping[tuple[int, int], int]
     """(device, inode) of every file -> its bytes. Hard links share an inode."""
     made: float
-    """Time of the last write, in seconds since 1970."""
-
-    @property
-    def is_artifact(self) -> bool:
-        return self.kind not in (UNFINISHED, SCRATCH)
+    """Time when it was finished, in seconds since 1970."""
 
 
 def walk(root: Path) -> list[Piece]:
-    """Return every piece of a store; empty if the store does not exist. Nothing is written."""
+    """Return every artifact of a store; empty if the store does not exist. Nothing is written."""
     pieces = []
-    for directory in sorted(root.glob("[!.]*/*")):
-        if directory.is_symlink():
-            continue
-        if (directory / MANIFEST).is_file():
-            pieces.append(_piece(root, directory.parent.name, directory))
-    for directory in sorted((root / PARTIAL).glob("*/*")):
-        pieces.append(_piece(root, SCRATCH if directory.name.startswith(".") else UNFINISHED, directory))
+    for manifest in sorted(root.glob(f"[!.]*/*/{MANIFEST}")):
+        path = manifest.parent
+        if manifest.is_file() and not path.is_symlink():
+            stats = [file.lstat() for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+            files = {(about.st_dev, about.st_ino): about.st_size for about in stats}
+            pieces.append(Piece(path.relative_to(root).as_posix(), path.parent.name, path, files, manifest.stat().st_mtime))
     return pieces
 
 
 def distinct_bytes(pieces: Iterable[Piece]) -> int:
     """Return the bytes of pieces. A shared file counts once."""
     return sum({file: size for piece in pieces for file, size in piece.files.items()}.values())
-
-
-def _piece(root: Path, kind: str, path: Path) -> Piece:
-    files = dict[tuple[int, int], int]()
-    newest = 0.0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with suppress(FileNotFoundError):  # another process finished or removed it
-                about = Path(folder, name).lstat()
-                newest = max(newest, about.st_mtime)
-                if stat.S_ISREG(about.st_mode):
-                    files[about.st_dev, about.st_ino] = about.st_size
-    return Piece(path.relative_to(root).as_posix(), kind, path, files, newest)
 
 
 REGISTERED_LAST = "candidate"
@@ -107,10 +82,6 @@ class Inventory:
     """Sweeps, the latest first."""
     problems: list[Refusal] = field(default_factory=list)
     """UserError or MissingRequirement for everything that could not be read."""
-
-    @cached_property
-    def artifact_places(self) -> set[str]:
-        return {piece.place for piece in self.pieces if piece.is_artifact}
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:
@@ -190,8 +161,4 @@ def needed_places(inventory: Inventory, keep_sweeps: int) -> set[str]:
         for candidate in sweep.candidates:
             keep(candidate.identity.digest, whole_chain=True)
     began = min((sweep.began for sweep in recent if sweep.unfinished), default=None)
-    for piece in inventory.pieces:
-        resumes = piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S
-        if resumes or (piece.is_artifact and began is not None and piece.made >= began):
-            needed.add(piece.place)
-    return needed
+    return needed | {piece.place for piece in inventory.pieces if began is not None and piece.made >= began}
