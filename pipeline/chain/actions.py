@@ -67,25 +67,24 @@ def evaluate(run: Run) -> None:
 
 
 def promotable(config: Config) -> summary.Summary:
-    """Return the summary of the named sweep, or of the last sweep with a registered candidate.
+    """Return the summary of the named sweep, or of the model's last sweep with a registered candidate.
 
     Raises GateRefusal if it did not finish and `promote.name` is not given; UserError if it has no candidate of the model.
     """
-    last = summary.load(config.work, config.promote.sweep)
-    if config.promote.sweep is None and not last.registered:
-        judged = summary.last_judged(config.work)
+    last, model = summary.load(config.work, config.promote.sweep), config.model.label
+    if config.promote.sweep is None and not any(item.version and item.model == model for item in last.candidates):
+        judged = summary.last_judged(config.work, model)
         if judged is not None and judged.sweep != last.sweep:
-            nothing = "registered nothing" if last.candidates else "judged nothing"
-            console.warning(f"the last command {nothing}; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
+            nothing = f"the last command registered no candidate of {model}"
+            console.warning(f"{nothing}; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
             last = judged
+    if last.candidates:  # perhaps all of another model, for which waiting does not help
+        candidates_of(config, last)
     if last.unfinished is not None and config.promote.name is None:
-        if last.candidates:  # perhaps all of another model, for which waiting does not help
-            candidates_of(config, last)
         raise GateRefusal(
             f"stage=promote: {last.unfinished}; wait if it still runs; otherwise run it again, promote a candidate "
             "that passed with promote.name=NAME, or use another sweep with promote.sweep=ID"
         )
-    candidates_of(config, last)
     return last
 
 
@@ -102,8 +101,6 @@ def candidates_of(config: Config, last: summary.Summary) -> list[Candidate]:
     if not candidates:
         models = ", ".join(sorted({candidate.model for candidate in last.candidates}))
         hint = f"the last ones are of {models}: give their model.path" if models else "run stage=evaluate first"
-        earlier = summary.last_judged(config.work, model)
-        hint += f", or promote.sweep={earlier.sweep} for the last ones of {model}" if earlier is not None else ""
         place = f"sweep {last.sweep}" if last.sweep else f"{config.work}/summary.json"
         raise UserError(f"stage=promote: no candidates of model {model} in {place}; {hint}")
     names = [candidate.name for candidate in candidates]

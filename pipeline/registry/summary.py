@@ -92,13 +92,10 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     return loaded
 
 
-def last_judged(workdir: Path, model: str | None = None) -> Summary | None:
-    """Return the summary of the last sweep with registered candidates, else with any candidates; None if there are none.
-
-    `model`: name of the model whose candidates are meant; None for any.
-    """
+def last_judged(workdir: Path, model: str) -> Summary | None:
+    """Return the summary of a model's last sweep with registered candidates, else with any; None if it has no candidates."""
     summaries = (load(workdir, sweep) for sweep in reversed(sweeps(workdir)))
-    judged = [item for item in summaries if any(model in (None, candidate.model) for candidate in item.candidates)]
+    judged = [item for item in summaries if any(candidate.model == model for candidate in item.candidates)]
     return next((item for item in judged if item.registered), next(iter(judged), None))
 
 

@@ -15,7 +15,6 @@ from helpers.commands.jobs import configured, run_job
 from helpers.registry.candidates import judged_candidate
 
 from pipeline.chain import actions, job_run, runner
-from pipeline.chain.dry import preview
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
 from pipeline.chain.job_run import Run
@@ -151,26 +150,23 @@ def test_a_sweep_without_candidates_ends_with_advice(
     assert page.exists() == judged
 
 
-def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path) -> None:
     judged = judged_candidate(tmp_path / "judged", "fp8", metrics={})
-    planned = plan([f"workdir={tmp_path}", "stage=promote", "tracking=none", "dry=true"], multirun=False)
+    (config,) = plan([f"workdir={tmp_path}", "stage=promote", "tracking=none"], multirun=False).jobs
     summary.record(tmp_path, "1", judged)
     summary.begin(tmp_path, "2", ["int8"])
     summary.finish(tmp_path, "2", 2)
     summary.begin(tmp_path, "3", ["fp8", "int8"])
-    assert actions.promotable(planned.jobs[0]).sweep == "1"
-    summary.begin(tmp_path, "4", ["fp8", "int8"])
-    summary.record(tmp_path, "4", judged)
-    with pytest.raises(GateRefusal, match=r"sweep 4 did not finish: .* another sweep with promote.sweep=ID"):
-        actions.promotable(planned.jobs[0])
-    assert preview(planned) == 3
-    assert "sweep 4 did not finish" in capsys.readouterr().err
-    summary.begin(tmp_path, "5", ["fp8"])
-    summary.record(tmp_path, "5", judged.model_copy(update={"model": "other"}))
-    with pytest.raises(
-        UserError, match=r"tiny in sweep 5; the last ones are of other: .*, or promote\.sweep=4 for the last ones"
-    ):
-        actions.promotable(planned.jobs[0])
+    assert actions.promotable(config).sweep == "1"
+    summary.record(tmp_path, "4", judged.model_copy(update={"model": "other"}))
+    assert actions.promotable(config).sweep == "1"
+    of_sweep_4 = config.model_copy(update={"promote": PromoteConfig(name=None, sweep="4")})
+    with pytest.raises(UserError, match=r"tiny in sweep 4; the last ones are of other: give their model\.path"):
+        actions.promotable(of_sweep_4)
+    summary.begin(tmp_path, "5", ["fp8", "int8"])
+    summary.record(tmp_path, "5", judged)
+    with pytest.raises(GateRefusal, match=r"sweep 5 did not finish: .* another sweep with promote.sweep=ID"):
+        actions.promotable(config)
 
 
 def test_an_evaluation_without_tracking_does_not_hide_a_registered_one(
@@ -183,7 +179,7 @@ def test_an_evaluation_without_tracking_does_not_hide_a_registered_one(
         summary.record(tmp_path, sweep, judged.model_copy(update={"version": version}))
         summary.finish(tmp_path, sweep, 0)
         assert actions.promotable(config).sweep == "1"
-    assert "the last command registered nothing; promoting from sweep 1" in capsys.readouterr().err
+    assert "the last command registered no candidate of tiny; promoting from sweep 1" in capsys.readouterr().err
     assert actions.promotable(config.model_copy(update={"promote": PromoteConfig(name=None, sweep="2")})).sweep == "2"
 
 

@@ -80,7 +80,7 @@ def test_other_files_are_ignored_and_a_missing_sweep_is_refused(tmp_path: Path, 
     for name in (".hidden.json", "monday (conflicted copy).json"):
         (tmp_path / "summaries" / name).write_text("{")
     assert sweeps(tmp_path) == ["monday"]
-    assert last_judged(tmp_path) is None
+    assert last_judged(tmp_path, "tiny") is None
     with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; give one, such as monday"):
         load(tmp_path, sweep)
 
