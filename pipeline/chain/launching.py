@@ -54,14 +54,6 @@ KILL_AFTER_S = 5.0
 OUTPUT_WAIT_S = 1.0
 
 
-class LauncherRefusal(UserError):
-    """Refusal of a launcher's keys, before any job."""
-
-
-class RayNotStarted(MissingRequirement):
-    """Ray did not start, and therefore no job."""
-
-
 def launch(planned: Plan, run_job: Callable[[DictConfig], T]) -> list[T]:
     """Run the jobs of a sweep with its launcher and return the results of `run_job`, in the order of the command line.
 
@@ -109,7 +101,7 @@ def _stdout_inherited() -> Iterator[None]:
 
 
 def start_ray(launcher: Any) -> None:
-    """Start Ray with kvgate's settings, before its plugin would. Raises RayNotStarted if Ray does not start."""
+    """Start Ray with kvgate's settings, before its plugin would. Raises MissingRequirement if Ray does not start."""
     options = {key: value for key, value in ((launcher.get("ray") or {}).get("init") or {}).items() if value is not None}
     variables = dict(RAY_LINES)
     if options.get("address", "local") == "local" and "RAY_ADDRESS" not in os.environ:
@@ -130,7 +122,7 @@ def start_ray(launcher: Any) -> None:
         raise KeyboardInterrupt from error
     except Exception as error:  # Ray has no specific class for a failed start
         detail = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
-        raise RayNotStarted(
+        raise MissingRequirement(
             f"hydra/launcher=ray: Ray did not start ({detail}); run fewer other programs, or fix "
             f"hydra.launcher.ray.init.* or the installation ({install(RAY)})"
         ) from error
@@ -139,7 +131,7 @@ def start_ray(launcher: Any) -> None:
 
 @contextmanager
 def launcher_errors(name: str) -> Iterator[None]:
-    """Turn a launcher's error into LauncherRefusal for a wrong key, else MissingRequirement; KVGATE_ERRORS stay unchanged."""
+    """Turn a launcher's error into UserError for a wrong key, else MissingRequirement; KVGATE_ERRORS stay unchanged."""
     try:
         yield
     except KVGATE_ERRORS:
@@ -149,7 +141,7 @@ def launcher_errors(name: str) -> Iterator[None]:
         text = " ".join(command.stderr.split()) if command is not None and command.stderr else str(error)
         lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
         if isinstance(error, ValueError):
-            raise LauncherRefusal(f"hydra/launcher={name}: {short(lines[0], 200)}; correct hydra.launcher.*") from error
+            raise UserError(f"hydra/launcher={name}: {short(lines[0], 200)}; correct hydra.launcher.*") from error
         raise MissingRequirement(
             f"hydra/launcher={name}: the process of a job died, or the launcher failed ({short(lines[-1], 200)}); free some "
             "memory, run fewer jobs at once, or correct hydra.launcher.*"

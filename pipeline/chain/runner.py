@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from pipeline.chain import actions
 from pipeline.chain.job_run import Run
-from pipeline.chain.launching import LauncherRefusal, RayNotStarted, launch
+from pipeline.chain.launching import launch
 from pipeline.chain.showing import show_page, show_results, warn_on_error
 from pipeline.cli import console, next_steps
 from pipeline.cli.junit import JUNIT, write_junit
@@ -68,10 +68,10 @@ def run(planned: Plan, sweep: str) -> int:
             with warn_on_error("the interruption is not recorded"):
                 _conclude(planned, jobs, INTERRUPTED)
             raise KeyboardInterrupt from error
-        except (LauncherRefusal, RayNotStarted):  # no job has started
-            raise
         except Exception as error:  # from the only job, or from the launcher
             if sweeping:
+                if not summary.has_begun(config.work, sweep):  # no job has started to judge: no sweep is recorded
+                    raise
                 console.ended_by(error)
                 return _conclude(planned, jobs, exit_code(error))
             with warn_on_error("the end of the command is not recorded"):
@@ -146,7 +146,7 @@ class JobRunner:
                 run = Run(config, self.sweep, label, self.arguments)
                 if config.facts.judges:
                     _ = run.registry  # opens the registry first: without a connection, no sweep is recorded
-                self.begin(config)  # here, not before the launch: if the launcher refuses a key, no sweep is recorded
+                self.begin(config)  # here, not before the launch, which may fail
                 actions.ACTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)
@@ -194,7 +194,7 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     last = summary.load(config.work, jobs.sweep)
     if sweeping or not config.facts.promotes:  # another command's move: this command has shown no report yet
         last = last.model_copy(update={"champion": None})
-    candidates = last.candidates if sweeping else last.candidates[:1]  # Python may judge several jobs in one sweep
+    candidates = last.candidates
     assert candidates or sweeping or code, "a job that ends well records its candidate"
     judged = candidates if sweeping or code == 0 else ()
     unfinished = last.unfinished if sweeping else None

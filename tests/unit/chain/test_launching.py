@@ -203,7 +203,7 @@ NO_JOBS: dict[str, tuple[type[Exception], str, str]] = {
 def test_a_launcher_that_starts_no_job_keeps_the_last_sweep_and_report(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusal = launching.RayNotStarted("hydra/launcher=ray: Ray did not start")
+    refusal = MissingRequirement("hydra/launcher=ray: Ray did not start")
     monkeypatch.setattr(launching, "start_ray", Mock(side_effect=refusal))
     last, kept = Summary(sweep="20260101").model_dump_json(), ("summary.json", "report.html", "summaries/20260101.json")
     for name in kept:
