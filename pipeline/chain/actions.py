@@ -125,7 +125,8 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             summary.note_champion(config.work, move.champion, last.sweep)
             tables.print_comparison(candidates)
             console.say(console.styled("green", move.message))
-            tables.print_reasons_against(candidates, move)
+            for rejected, reason in tables.reasons_against(candidates, move).items():
+                console.say(f"  not {rejected}: {reason}")
             show_page(config, candidates, last, unfinished=unfinished, move=move)
             compare_in_mlflow(config, candidates, last.sweep)
     best = next(candidate for candidate in candidates if candidate.name == move.champion)
@@ -144,16 +145,6 @@ def rollback(run: Run) -> None:
     with warn_on_error(f"{move.message}; {REPORTING_FAILED}"):
         summary.note_champion(run.config.work, move.champion)
     console.say(move.message)
-
-
-def preview_move(config: Config) -> None:
-    """Print the move that a promotion or a rollback would make."""
-    promotes = config.stage == "promote"
-    judged = candidates_of(config, promotable(config)) if promotes else []
-    with Run(config).engines(decides=promotes) as engines, show_progress("replaying the evidence"):
-        move = engines.promote(judged, config.model.label, config.promote.name) if promotes else engines.rollback()
-    console.say(move.message)
-    tables.print_reasons_against(move.candidates, move)
 
 
 def route(run: Run) -> None:

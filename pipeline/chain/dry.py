@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipeline.chain.actions import preview_move
 from pipeline.chain.inputs import checks
 from pipeline.chain.job_run import Run
 from pipeline.cli import console
@@ -121,10 +120,7 @@ def preview(planned: Plan) -> int:
     opened = set[Path]()
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {foreseen.check(job, check) for check in checks(config, opened)}
-        if config.stage in ("promote", "rollback"):
-            if codes == {0}:
-                foreseen.check(job, partial(preview_move, config))
-        elif not config.facts.makes:
+        if not config.facts.makes:
             console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {job}: " if planned.sweeping else ""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.verdict_steps import VerdictSteps
@@ -24,19 +24,13 @@ if TYPE_CHECKING:
 
 
 @cache
-def open_store(tracking: Tracking, workdir: Path, model: str, dry: bool = False) -> "MlflowStore | None":
-    """Open a model's tracking store once; return None if tracking is off. Importing MLflow takes 2 s.
-
-    `dry`: whether to return only a reader, so that nothing is created. Raises UserError if there is no store.
-    """
+def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
+    """Open a model's tracking store once; return None if tracking is off. Importing MLflow takes 2 s."""
     if not tracking.enabled:
         return None
-    location = locate(tracking, workdir, model)
-    if dry and not location.exists:
-        raise UserError(f"{location} does not exist; run stage=evaluate first, or name the store")
-    from pipeline.registry.mlflow_store import MlflowStore, RegistryReader
+    from pipeline.registry.mlflow_store import MlflowStore
 
-    return cast(MlflowStore, RegistryReader(location)) if dry else MlflowStore(location)
+    return MlflowStore(locate(tracking, workdir, model))
 
 
 @dataclass
@@ -63,9 +57,9 @@ class Run:
 
     @cached_property
     def registry(self) -> "MlflowStore | None":
-        """The model's tracking store; None if tracking is off. A dry run can only read it."""
+        """The model's tracking store; None if tracking is off."""
         with show_progress("opening MLflow"):
-            return open_store(self.config.tracking, self.config.work, self.config.model.label, self.config.dry)
+            return open_store(self.config.tracking, self.config.work, self.config.model.label)
 
     def make(self) -> Artifact:
         """Take the steps of a stage that makes artifacts; return the last artifact. Raises ValueError for other stages."""

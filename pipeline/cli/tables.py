@@ -78,12 +78,6 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     return Grid(console.relative(f"{policy} of {model}: {directory}"), columns, rows, FINDING_COLOURS)
 
 
-def print_reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> None:
-    """Print why a promotion did not choose the other candidates."""
-    for rejected, reason in reasons_against(candidates, move).items():
-        console.say(f"  not {rejected}: {reason}")
-
-
 def print_registry(location: Location) -> None:
     console.say(f"registry: {location.model_name} at {location}")
 

@@ -132,14 +132,14 @@ def _read(directory: Path, version: Version) -> tuple[Evidence, EvaluationReport
 def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool = True) -> Iterator[Engines]:
     """Open the engines of a registry, with their evidence in the work directory.
 
-    Evidence that is downloaded from the registry is removed after the block. It is kept in an existing store meanwhile, except
-    in a dry run. `decides`: whether the configured gates decide again.
+    Evidence that is downloaded from the registry is removed after the block. It is kept in an existing store meanwhile.
+    `decides`: whether the configured gates decide again.
     """
     directories, gates = identities(config.artifacts), config.gates if decides else None
     with ExitStack() as stack:
 
         def fetch(version: Version) -> None:
-            if config.dry or not config.artifacts.is_dir():
+            if not config.artifacts.is_dir():
                 folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvgate-")))
             else:
                 folder = stack.enter_context(Store(config.artifacts).scratch("download", json_digest(version.source)))
@@ -155,9 +155,7 @@ def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool
             with_questions(evidence, config.workloads, copy)
             directories[version.identity_digest] = copy
 
-        yield Engines(
-            registry, partial(registered_engine, directories, config.signing, gates), fetch, config.dry, config.gates.attempt
-        )
+        yield Engines(registry, partial(registered_engine, directories, config.signing, gates), fetch, config.gates.attempt)
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:

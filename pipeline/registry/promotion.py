@@ -117,8 +117,6 @@ class Engines:
     fetch: Callable[[Version], None] | None = None
     """Downloads the evidence and the engine of a version, so that `read` finds them. Raises GateRefusal if the registry has no
     copy."""
-    dry: bool = False
-    """Whether moves are only described."""
     attempt: int = 1
     """The command's `gates.attempt`."""
     _found: dict[str, RegisteredEngine] = field(default_factory=dict, init=False)
@@ -186,8 +184,6 @@ class Engines:
             self.registry.set_tags(best.version, {**no_rollback, **tags})
 
         move = Move(CHAMPION, before, before.moved_to(best.version), record)
-        if self.dry:
-            return PromotionMove(best.name, self._planned(move), compared, excluded)
         since = rolled_back.get(best.report.digest)
         over = f" over version {before.now}{self._other_checkpoint(best)}" if before.now is not None else ""
         make_moves(self.registry, [move])
@@ -200,12 +196,6 @@ class Engines:
         """Return " of another checkpoint" if the champion has one; "" if it has the candidate's, or if either is unknown."""
         digests = {self._champions_checkpoint, candidate.checkpoint}
         return "" if None in digests or len(digests) == 1 else " of another checkpoint"
-
-    def _planned(self, move: Move) -> str:
-        """Return a sentence about a move that a dry run does not make."""
-        numbers = (move.before.now, move.after.now, move.after.previous)
-        before, after, previous = ("none" if number is None else self.model.versions[number] for number in numbers)
-        return f"would move the champion of {self.model.name} from {before} to {after}; previous becomes {previous}"
 
     def _judge_again(self, candidates: Sequence[Candidate], model: str, name: str | None) -> list[Candidate]:
         """Return the candidates, or only those called `name`, read from their artifacts and decided again."""
@@ -340,8 +330,6 @@ class Engines:
         tags = dict.fromkeys((PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER))
         tags |= {ROLLED_BACK_BY: author(), ROLLED_BACK_AT: _now(), ROLLED_BACK_TO: version.number}
         move = Move(CHAMPION, before, after, lambda: self.registry.set_tags(bad, tags), back=True)
-        if self.dry:
-            return PromotionMove(version.name, self._planned(move))
         make_moves(self.registry, [move])
         message = f"{version.name} (version {version.number}) is the champion again, version {bad} is not"
         return PromotionMove(version.name, message)

@@ -7,8 +7,6 @@ import pytest
 from helpers.commands.jobs import run_job
 from helpers.registry.judged_engine import SAMPLES, candidate_of, config_of, judged_engine
 
-from pipeline.chain.dry import preview
-from pipeline.config.compose import plan
 from pipeline.config.config import ENVIRONMENT, Tracking
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
@@ -46,9 +44,6 @@ class Fleet:
 
     def command(self, *overrides: str, work: Path | None = None) -> None:
         run_job(config_of(*self.arguments(*overrides, work=work)), "20260105-000000-1-e")
-
-    def preview(self, *overrides: str, work: Path | None = None) -> int:
-        return preview(plan(self.arguments(*overrides, "dry=true", work=work), multirun=False))
 
     def promote(self, *names: str) -> None:
         for name in names:
@@ -128,32 +123,7 @@ def test_a_promotion_counts_the_attempts_that_the_registry_records(fleet: Fleet)
     fleet.judge("int8", *own, planned_workloads={"legal": True})  # INCONCLUSIVE, because none of its samples ran
     fleet.judge("int8")
     needed = r"int8: PASS, but it did not pass on other questions \(version 1 \(int8\)\): decide it with gates\.attempt=2, or"
-    for overrides, code in (([], 3), (["gates.attempt=2"], 0)):
-        assert fleet.preview("stage=promote", *overrides, work=fleet.judging) == code
     with pytest.raises(GateRefusal, match=needed):
         fleet.command("stage=promote", work=fleet.judging)
     fleet.command("stage=promote", "gates.attempt=2", work=fleet.judging)
     assert fleet.champion() == "int8"
-
-
-def test_a_dry_run_shows_the_move_and_makes_none(fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fleet.judge("int8")
-    fleet.judge("fp8")
-    fleet.promote("int8")
-    store, moved = fleet.store(), f"would move the champion of {fleet.name} from version"
-    before, tags = store.read().aliases, [version.tags for version in store.read().versions.values()]
-    capsys.readouterr()
-    assert fleet.preview("stage=promote", "promote.sweep=fp8", "promote.name=fp8", work=fleet.judging) == 0
-    assert f"{moved} 1 (int8) to version 2 (fp8); previous becomes version 1 (int8)" in capsys.readouterr().out
-    assert fleet.preview("stage=rollback") == 2
-    assert "champion cannot go back: it has no previous engine" in capsys.readouterr().err
-    assert (store.read().aliases, [version.tags for version in store.read().versions.values()]) == (before, tags)
-
-    fleet.promote("fp8")
-    capsys.readouterr()
-    assert fleet.preview("stage=rollback") == 0
-    assert f"{moved} 2 (fp8) to version 1 (int8)" in capsys.readouterr().out
-    assert (fleet.champion(), fleet.serving.exists()) == ("fp8", False)
-    for wrong in ("tracking.model_name=kvgate-nothing", f"tracking.uri=sqlite:///{tmp_path / 'none.db'}"):
-        assert fleet.preview("stage=rollback", wrong) == 2
-    assert not (tmp_path / "none.db").exists()
