@@ -19,7 +19,6 @@ from pipeline.chain.launching import launch
 from pipeline.chain.showing import show_page, show_results, warn_on_error
 from pipeline.cli import console, next_steps
 from pipeline.cli.junit import JUNIT, write_junit
-from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.overrides import BASIC, LOGS
@@ -58,10 +57,10 @@ def run(planned: Plan, sweep: str) -> int:
     command = None if planned.arguments is None else next_steps.command_line(planned.arguments, sweep=sweeping)
     jobs = JobRunner(sweep, planned.names, planned.arguments or (), command, sweeping, planned.launcher != BASIC)
     with unprunable(config):  # held between the jobs of a sweep too
-        code, step = 0, None
+        code = 0
         try:
             if sweeping:
-                code, step = _sweep(planned, jobs)
+                code = _sweep(planned, jobs)
             else:
                 jobs.run(0, config)
         except (KeyboardInterrupt, SystemExit) as error:  # Ray turns SIGTERM into SystemExit
@@ -75,20 +74,19 @@ def run(planned: Plan, sweep: str) -> int:
                 console.ended_by(error)
                 return _conclude(planned, jobs, exit_code(error))
             with warn_on_error("the end of the command is not recorded"):
-                _conclude(planned, jobs, exit_code(error), next_steps.after_error(error))
+                _conclude(planned, jobs, exit_code(error))
             raise
-        return _conclude(planned, jobs, code, step)
+        return _conclude(planned, jobs, code)
 
 
 @dataclass(frozen=True)
 class JobEnd:
     code: int = 0
     message: str = ""
-    step: NextStep | None = None
 
 
-def _sweep(planned: Plan, jobs: "JobRunner") -> tuple[int, NextStep | None]:
-    """Run the jobs of a sweep; return the worst exit code, and the first next step that an error suggests."""
+def _sweep(planned: Plan, jobs: "JobRunner") -> int:
+    """Run the jobs of a sweep; return the worst exit code."""
     if planned.launcher == BASIC:
         ended = [jobs.attempt(number, config) for number, config in enumerate(planned.jobs)]
     else:
@@ -100,8 +98,7 @@ def _sweep(planned: Plan, jobs: "JobRunner") -> tuple[int, NextStep | None]:
             for number, end in enumerate(ended):
                 for line in end.message.splitlines():  # refusals, which the jobs wrote to their log files
                     console.error(f"{jobs.place(number, planned.jobs[number]).name}{line}", exit_code=end.code)
-    step = next((end.step for end in ended if end.step is not None), None)
-    return max((end.code for end in ended), key=SEVERITY.index), step
+    return max((end.code for end in ended), key=SEVERITY.index)
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ class JobRunner:
             self.run(number, config)
         except Exception as error:
             console.ended_by(error)
-            return JobEnd(exit_code(error), redact_text(describe(error)), next_steps.after_error(error))
+            return JobEnd(exit_code(error), redact_text(describe(error)))
         finally:
             console.end()
         return JobEnd()
@@ -178,15 +175,13 @@ def _promote_passing(run: Run) -> None:
         actions.promote_from(run, last)
 
 
-def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None = None) -> int:
+def _conclude(planned: Plan, jobs: JobRunner, code: int) -> int:
     """Show the results of a command with the next step, and return the command's exit code.
 
-    `code` is the worst exit code of the jobs, or of the error that ended the command early. `step` is the next step after an
-    error, which is shown if there are no candidates. Raises GateRefusal if the candidate of the only job did not pass; a sweep
-    prints its refusal.
+    `code` is the worst exit code of the jobs, or of the error that ended the command early. Raises GateRefusal if the candidate
+    of the only job did not pass; a sweep prints its refusal.
     """
     config, sweeping = planned.jobs[0], planned.sweeping
-    base = planned.arguments or ()
     if not config.facts.judges:
         return code
     began = summary.has_begun(config.work, jobs.sweep)
@@ -207,11 +202,9 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int, step: NextStep | None =
     code = max((code, *refused, *last.exit_codes.values()), key=SEVERITY.index)
     write_junit(config.work / JUNIT, last.model_copy(update={"exit_code": code}), planned.accepted)
     show_results(config, candidates, last, began=began, compares=sweeping)
-    if judged:
+    if judged and last.champion is None:
         swept = planned.swept_keys
-        step = next_steps.after_judging(config, judged, base, swept=swept, unfinished=unfinished is not None)
-    if step is not None and last.champion is None:
-        step.show()
+        next_steps.after_judging(config, judged, jobs.arguments, swept=swept, unfinished=unfinished is not None).show()
     only_job = {} if sweeping else {"exit_codes": {1: code}}  # the jobs of a sweep have recorded theirs
     summary.note(config.work, last.sweep, exit_code=code, **only_job)
     if refusal is not None:

@@ -22,7 +22,6 @@ from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.options import load_policies
 from pipeline.config.override_syntax import differing, key_of, written
-from stages.core.errors import CannotBeJudged
 from stages.core.streams import program_name
 from stages.policies.policy import KVShape
 from stages.verdict.candidate import Candidate, is_blind
@@ -90,12 +89,10 @@ class NextStep:
     why: str
     command: str | None = None
     """Shell command; None if the step is not a command."""
-    wrong: Sequence[str] = ()
-    """Lines with some answers of the baseline, which show why this step is suggested."""
 
     def show(self) -> None:
         colon = "" if self.command is None else ":"
-        console.say("", *(f"  {line}" for line in self.wrong), paste=True)
+        console.say("")
         console.say(console.styled("bold", "Next", f": {self.why}{colon}"), paste=True)
         if self.command is not None:
             console.say(f"  {self.command}", paste=True)
@@ -145,19 +142,6 @@ def after_judging(
         conformance = [] if len(remaining) < len(base) else ["workloads.conformance_samples=2"]
         return NextStep("judge it in full", command_line(remaining, *conformance, sweep=sweep))
     return _ask_more(config, undecided, base, swept) if undecided else _judge_finer(config, candidates, base, swept)
-
-
-def after_error(error: Exception) -> NextStep | None:
-    """Return the next step after the error of a job; None unless the baseline failed some workloads."""
-    if not isinstance(error, CannotBeJudged):
-        return None
-    return NextStep(
-        "ask questions that this model answers: leave a workload out with workloads.samples.NAME=0, or a length of "
-        "workloads.lengths; or take workloads=chat calibration=chat, or your own, a JSON object per line, as workloads=jsonl "
-        "workloads.jsonl=FILE. If its answers are right in other words, use check mention and word the references as the model "
-        "does; an example turn in `messages` shows it the form (docs/questions.md#my-questions)",
-        wrong=error.wrong,
-    )
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:

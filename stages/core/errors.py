@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 
@@ -24,21 +24,6 @@ class GateRefusal(Refusal):
 
     Something may still have changed: a monitor raises this error after it has moved a route back.
     """
-
-
-class CannotBeJudged(GateRefusal):
-    """The baseline itself fails some workloads, so that a candidate's losses on these workloads would not show.
-
-    `wrong` are lines that show some answers.
-    """
-
-    def __init__(self, message: str, wrong: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.wrong = wrong
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the arguments of `__init__`. Python itself would pickle only the message."""
-        return type(self), (str(self), self.wrong)
 
 
 class MissingRequirement(Refusal):

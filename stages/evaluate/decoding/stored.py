@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field, InstanceOf
 from safetensors.numpy import load, load_file, save, save_file
 
-from stages.core.errors import CannotBeJudged, short
+from stages.core.errors import GateRefusal, short
 from stages.core.records import Sample
 from stages.core.redaction import printable, redact_text
 from stages.evaluate.distances.distance import LOGPROB_ARRAYS, Array, SampleLogProbs, StepStatistics, collect_statistics
@@ -165,7 +165,10 @@ def read_tests(directory: Path) -> EngineTests:
 
 
 def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: float) -> None:
-    """Raise CannotBeJudged if a workload's right answers have a mean probability below `minimum` in the baseline's round 1."""
+    """Raise GateRefusal if a workload's right answers have a mean probability below `minimum` in the baseline's round 1.
+
+    The message has further lines with some of the answers.
+    """
     workloads: dict[str, list[tuple[Sample, JudgedAnswer, float]]] = {}
     for item in measured.scored(encoded):
         sample = item.sample
@@ -189,11 +192,17 @@ def refuse_weak(encoded: Sequence[EncodedSample], measured: Round, minimum: floa
         these = "this workload" if len(weak) == 1 else "these workloads"
         message = (
             f"FP16 itself answers {'; '.join(weak)}: {these} cannot be judged, and no candidate was run; "
-            f"gates.min_baseline_probability is {100 * minimum:g} %"
+            f"gates.min_baseline_probability is {100 * minimum:g} %; {ASK_OTHERS}"
         )
-        raise CannotBeJudged(message, [_describe_answer(*answer) for answer in shown[:SHOWN_ANSWERS]])
+        raise GateRefusal("\n".join([message, *(_describe_answer(*answer) for answer in shown[:SHOWN_ANSWERS])]))
 
 
+ASK_OTHERS = (
+    "ask questions that this model answers: leave a workload out with workloads.samples.NAME=0, or a length of "
+    "workloads.lengths; or take workloads=chat calibration=chat, or your own, a JSON object per line, as workloads=jsonl "
+    "workloads.jsonl=FILE. If its answers are right in other words, use check mention and word the references as the model "
+    "does; an example turn in `messages` shows it the form (docs/questions.md#my-questions)"
+)
 SHOWN_ANSWERS, SHOWN_CHARS = 3, 160
 """Maximum answers in a refusal, and maximum characters of each shown text."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.child import run_in_child
-from stages.core.errors import CannotBeJudged, MissingRequirement, UserError
+from stages.core.errors import MissingRequirement, UserError
 from stages.core.records import Progress
 
 
@@ -31,10 +31,6 @@ def die_of_a_real_time_signal(_: Path, *, progress: Progress) -> None:  # noqa: 
     os.kill(os.getpid(), signal.SIGRTMIN + 6)
 
 
-def refuse_to_judge(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
-    raise CannotBeJudged("FP16 itself answers none")
-
-
 class Odd(Exception):
     def __init__(self, field: str, cause: str) -> None:
         super().__init__(f"{field}: {cause}")
@@ -49,7 +45,6 @@ def fail(_: Path, *, progress: Progress) -> None:  # noqa: ARG001
     [
         (refuse, UserError, r"^model\.path=x: not finite; check the checkpoint$", ""),
         (fail, RuntimeError, "Odd: layers: too few", "in fail"),  # a defect that cannot be pickled keeps its traceback
-        (refuse_to_judge, CannotBeJudged, "^FP16 itself answers none$", ""),
         (die_of_a_real_time_signal, MissingRequirement, r"its process was killed \(signal 40\)", ""),
         (die, MissingRequirement, r"die: its process was killed \(SIGKILL\): out of memory", ""),
     ],
