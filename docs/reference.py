@@ -30,7 +30,7 @@ RECORDS = {
         "pipeline.registry.summary.FILE": "the last evaluation, for programs: candidates, checks, exit code (null: not ended)",
         "pipeline.chain.showing.PAGE": "charts, and the answers that changed, on one page for people",
         "pipeline.registry.summary.FOLDER": "folder with the summary and the page of every sweep",
-        "pipeline.cli.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
+        "pipeline.registry.summary.JUNIT": "the verdicts for a CI system: a test for each candidate",
         "stages.core.files.STORE_FILE": "the version of the store's layout, in `artifacts/`",
         "pipeline.chain.planning.CAPACITY": "the memory and the requests of every policy, by `stage=capacity`",
         "pipeline.chain.planning.RECOMMENDATION": "the policies with evidence for a use, by `stage=recommend`",

@@ -18,7 +18,6 @@ from pipeline.chain.job_run import Run
 from pipeline.chain.launching import launch
 from pipeline.chain.showing import show_page, show_results, warn_on_error
 from pipeline.cli import console, next_steps
-from pipeline.cli.junit import JUNIT, write_junit
 from pipeline.config.compose import Plan, to_config
 from pipeline.config.config import Config
 from pipeline.config.overrides import BASIC, LOGS
@@ -200,7 +199,7 @@ def _conclude(planned: Plan, jobs: JobRunner, code: int) -> int:
         refusal = MissingRequirement(f"{unfinished}; run it again to continue")
     refused = () if refusal is None else (exit_code(refusal),)
     code = max((code, *refused, *last.exit_codes.values()), key=SEVERITY.index)
-    write_junit(config.work / JUNIT, last.model_copy(update={"exit_code": code}), planned.accepted)
+    summary.write_junit(config.work, last.model_copy(update={"exit_code": code}), planned.accepted)
     show_results(config, candidates, last, began=began, compares=sweeping)
     if judged and last.champion is None:
         swept = planned.swept_keys

@@ -1,16 +1,18 @@
-"""`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
+"""The files that CI reads, `summary.json` and `junit.xml` in the work directory, and `summaries/SWEEP.json` for each sweep.
 
 Only evaluations have summaries. `summary.json` is a copy of the summary that was written last. A sweep adds candidates only to
 its own summary, so concurrent commands lose no candidate. A promotion uses a summary only to know which candidates to consider.
+`junit.xml` has one test for every candidate of a sweep.
 """
 
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from pydantic import ValidationError
 
@@ -20,8 +22,10 @@ from stages.core.files import write_atomically
 from stages.core.redaction import redact_text
 from stages.core.strict import MAX_TEXT_BYTES, StrictModel, Unreadable, first_problem, read_file
 from stages.verdict.candidate import Candidate
+from stages.verdict.verdict import Status
 
 FILE = "summary.json"
+JUNIT = "junit.xml"
 FOLDER = "summaries"
 SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """Pattern of a sweep's id, which becomes the name of a file."""
@@ -175,3 +179,49 @@ def finish(workdir: Path, sweep: str, exit_code: int, job: int = 1) -> Summary:
         return old.model_copy(update={"exit_codes": dict(sorted({**old.exit_codes, job: exit_code}.items()))})
 
     return _update(workdir, sweep, change)
+
+
+FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML cannot express."""
+
+
+def write_junit(workdir: Path, last: Summary, accepted: Collection[Status]) -> None:
+    """Write a test per candidate, and an error if a job gave no verdict. `accepted`: verdicts that are passed or skipped."""
+    root = Element("testsuites", {"name": "kvgate"})
+    for candidate in last.candidates:
+        _add_candidate(root, candidate, accepted)
+    missing = len(last.names) - len(last.candidates)
+    if missing > 0:
+        suite = SubElement(root, "testsuite", {"name": "jobs"})
+        case = SubElement(suite, "testcase", {"classname": "kvgate.jobs", "name": "every job gives a verdict"})
+        message = f"{missing} of {len(last.names)} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
+        SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": message}).text = message
+    for element in (root, *root):
+        for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
+            element.set(name, str(len(list(element.iter(kind)))))
+    for suite in root:
+        suite.set("skipped", str(len(list(suite.iter("skipped")))))
+    indent(root)
+    write_atomically(workdir / JUNIT, tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n")
+
+
+def _add_candidate(root: Element, candidate: Candidate, accepted: Collection[Status]) -> None:
+    suite = SubElement(root, "testsuite", {"name": _text(f"{candidate.model} {candidate.name}")})
+    properties = SubElement(suite, "properties")
+    facts = {"policy": candidate.policy, "backend": candidate.backend, "covered": candidate.covered or ""}
+    facts["version"] = candidate.version
+    for name, value in {**facts, **candidate.citations}.items():
+        SubElement(properties, "property", {"name": name, "value": _text(value)})
+    case = SubElement(suite, "testcase", {"classname": _text(f"kvgate.{candidate.model}"), "name": _text(candidate.name)})
+    checks = "\n".join(f"{check.status} {check.gate} [{check.where}]: {check.reason}" for check in candidate.checks)
+    if candidate.verdict in accepted:
+        if candidate.verdict != "PASS":
+            SubElement(case, "skipped", {"message": "a quick check never passes"})
+        SubElement(case, "system-out").text = _text(checks)
+    else:
+        reasons = _text("; ".join(candidate.reasons))
+        SubElement(case, "failure", {"type": candidate.verdict, "message": reasons}).text = _text(checks)
+
+
+def _text(text: str) -> str:
+    return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", redact_text(text))
