@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.chain.inputs import checks
 from pipeline.chain.job_run import Run
 from pipeline.cli import console
-from pipeline.cli.grids import Column, Grid, Value
+from pipeline.cli.console import Column, Grid, Value
 from pipeline.cli.progress import duration
 from pipeline.config.compose import Plan
 from pipeline.store.store import Store

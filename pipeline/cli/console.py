@@ -1,27 +1,27 @@
-"""Output of a command: results on stdout; progress, warnings and errors on stderr, in the format given by `log=`."""
+"""Output of a command: lines and tables on stdout; progress, warnings and errors on stderr, in the format given by `log=`."""
 
 import json
 import logging
+import math
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from stages.core.errors import DEBUG_VARIABLE, Refusal, describe, exit_code
 from stages.core.redaction import printable, redact, redact_text
 from stages.core.streams import program_name
-
-if TYPE_CHECKING:
-    from pipeline.cli.grids import Grid
 
 MODES = ("human", "json", "quiet")
 """Values of `log=`."""
@@ -87,6 +87,62 @@ class JobPlace:
     @property
     def fields(self) -> dict[str, object]:
         return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.total}
+
+
+CELL_WIDTH, INTEGER_WIDTH = 12, 26
+"""Maximum characters of a float and of an integer; longer numbers get an exponent. 64-bit integers with commas fit."""
+TEXT_WIDTH = 18
+"""Minimum characters of a text before the text wraps. A table with less space gets wider than the terminal."""
+
+Value = float | str | None
+
+
+@dataclass(frozen=True)
+class Column:
+    heading: str
+    """Heading, possibly with several lines."""
+    form: str = ""
+    """Format specification of numbers."""
+
+    def text(self, value: Value) -> str:
+        """Return a value as text; `-` if it is missing or not finite."""
+        if isinstance(value, str):
+            return value
+        if value is None or not math.isfinite(value):
+            return "-"
+        text = format(value, self.form)
+        return text if len(text) <= (INTEGER_WIDTH if isinstance(value, int) else CELL_WIDTH) else format(value, ".2e")
+
+
+@dataclass(frozen=True)
+class Grid:
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Value]]
+    styles: Mapping[str, str] = field(default_factory=dict)
+    """Text -> style of the cells with this text."""
+
+    def texts(self) -> list[list[str]]:
+        """Return the table as text: the headings, then the rows."""
+        headings = [" ".join(column.heading.split()) for column in self.columns]
+        return [headings, *([*map(Column.text, self.columns, row)] for row in self.rows)]
+
+    def table(self, width: int) -> Table:
+        """Return the table for a terminal of `width` columns. Columns with only texts wrap; numbers are never cut."""
+        _, *rows = self.texts()
+        title = Text(self.title, "table.title") if self.title else None
+        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=title, title_justify="left")
+        for index, column in enumerate(self.columns):
+            heading, numbers = column.heading, any(isinstance(row[index], int | float) for row in self.rows)
+            widest = max(map(len, [*heading.split("\n"), *(row[index] for row in rows)]))
+            side: Literal["left", "right"] = "right" if numbers else "left"
+            least_width = widest if numbers else min(widest, TEXT_WIDTH)
+            table.add_column(heading, justify=side, no_wrap=numbers, overflow="fold", min_width=least_width)
+        min_width = sum((column.min_width or 0) + 1 for column in table.columns)
+        table.width = min_width if min_width > width else None
+        for row in rows:
+            table.add_row(*(Text(text, style=self.styles.get(text, "")) for text in row))
+        return table
 
 
 def _write(fields: Mapping[str, object]) -> None:
@@ -178,7 +234,7 @@ def say(*lines: Line, paste: bool = False) -> None:
         out.print(text, soft_wrap=paste or not out.is_terminal)
 
 
-def show(grid: "Grid") -> None:
+def show(grid: Grid) -> None:
     """Print a table, or write it as a JSON object with the headings as the first row."""
     if HANDLER.mode == "json":
         _write({RESULT: grid.title, "rows": grid.texts()})

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.cli import console
-from pipeline.cli.grids import Column, Grid, Value
+from pipeline.cli.console import Column, Grid, Value
 from pipeline.evidence.reading import Finding
 from pipeline.registry.promotion import PromotionMove
 from pipeline.registry.tracking import Location

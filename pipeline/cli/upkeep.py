@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from pipeline.cli import console, next_steps
-from pipeline.cli.grids import Column, Grid, Value
+from pipeline.cli.console import Column, Grid, Value
 from pipeline.cli.tables import COLOURS, print_registry
 from pipeline.config.config import Config
 from pipeline.evidence.retention import Inventory, Piece, distinct_bytes, last_sweeps, needed_places, take_inventory

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli import console, progress
-from pipeline.cli.console import relative
-from pipeline.cli.grids import Column, Grid
+from pipeline.cli.console import Column, Grid, relative
 from pipeline.cli.progress import Phases, describe_task, show_progress
 
 

@@ -16,7 +16,7 @@ import logging, os, sys, warnings
 os.environ["DB_PASSWORD"] = 'ab"cdef'  # escaped in JSON
 from pipeline.cli import console
 from pipeline.cli.progress import show_progress
-from pipeline.cli.grids import Column, Grid
+from pipeline.cli.console import Column, Grid
 from stages.core.streams import redact_output
 redact_output()
 console.configure("json")

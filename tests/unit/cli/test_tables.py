@@ -9,7 +9,7 @@ from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import answered, sliced, verdict
 from rich.console import Console
 
-from pipeline.cli.grids import Column, Grid, Value
+from pipeline.cli.console import Column, Grid, Value
 from pipeline.cli.tables import comparison, print_verdict
 from stages.verdict.candidate import Candidate, not_passed
 from stages.verdict.verdict import Check, Gate
