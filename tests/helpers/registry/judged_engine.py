@@ -1,4 +1,7 @@
-"""A judged engine as a run leaves it: a store with small artifacts of the whole chain. Files that a replay reads are real."""
+"""A judged engine as a run leaves it: a store with small artifacts of the whole chain. Files that a replay reads are real.
+
+Its evidence may be signed with EC keys.
+"""
 
 import hashlib
 import json
@@ -10,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives import serialization as pem
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from helpers.verdicts.reports import every_class, report
 from pipeline.config.compose import plan
@@ -151,3 +156,18 @@ def make_champion(patch: pytest.MonkeyPatch, evidence: Path) -> Version:
     patch.setattr(Location, "exists", True)
     patch.setattr(mlflow_store, "RegistryReader", lambda _: client)
     return version
+
+
+def key_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write a new private key and its public key."""
+    key, files = ec.generate_private_key(ec.SECP256R1()), (folder / f"{name}.pem", folder / f"{name}.pub.pem")
+    files[0].write_bytes(key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()))
+    files[1].write_bytes(key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo))
+    return files
+
+
+def keys(signer: Path | None, *trusted: Path) -> SigningConfig:
+    """Return a command's signing configuration after checking that its keys can be read."""
+    config = SigningConfig(key=None if signer is None else str(signer), trusted=tuple(map(str, trusted)))
+    config.check()
+    return config

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 from faults.library import BY_NAME as FAULTS
 from faults.library import FAULTS as ALL_FAULTS
-from helpers.registry.signing_keys import key_pair
+from helpers.registry.judged_engine import key_pair
 from helpers.stride import STRIDE
 
 from pipeline.chain.dry import preview

@@ -13,8 +13,16 @@ from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 from helpers.registry.candidates import MemoryRegistry
 from helpers.registry.evidence_copies import edit
-from helpers.registry.judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine, make_champion
-from helpers.registry.signing_keys import key_pair, keys
+from helpers.registry.judged_engine import (
+    candidate_of,
+    cited_tags,
+    config_of,
+    exported,
+    judged_engine,
+    key_pair,
+    keys,
+    make_champion,
+)
 
 from pipeline.api import champion
 from pipeline.chain.actions import rollback
