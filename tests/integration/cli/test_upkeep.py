@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Timer
@@ -16,26 +15,23 @@ from threading import Timer
 import pytest
 from bad_input.forks import contents
 from helpers.commands.interruptions import attempt
-from helpers.commands.jobs import run_job
 from helpers.registry.evidence_copies import edit
-from helpers.registry.judged_engine import candidate_of, config_of, judged_engine
+from helpers.registry.judged_engine import config_of
+from helpers.registry.judged_work import JudgedWork
 from rich.filesize import decimal
 
 from pipeline.cli import upkeep
 from pipeline.cli.upkeep import find_removable, remove, show_status
-from pipeline.config.config import ENVIRONMENT, Config, Tracking
+from pipeline.config.config import ENVIRONMENT
 from pipeline.evidence.identity import read_identity
 from pipeline.evidence.retention import Inventory, Piece, take_inventory, walk
 from pipeline.registry import summary
-from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.tracking import locate
 from pipeline.store import locks
 from pipeline.store.store import IN_USE, MANIFEST, PARTIAL, Store, used
 from stages.core.artifact import Recipe
 from stages.core.digest import file_digest, tree_files
 from stages.core.errors import GateRefusal, MissingRequirement, UserError
 
-MODEL = "model.path=/models/some-llm"
 SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}
 LAST = "20260104-000000-1-d"
 """The sweep of fp8k_int4v, which is not promoted yet."""
@@ -49,75 +45,42 @@ def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
 
 
-def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
-    """Judge and register an engine, leaving the same files as `stage=evaluate`."""
-    candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"version": ""})
-    registered = store.register(candidate, sweep=sweep, config={})
-    summary.begin(work, sweep, [registered.name])
-    summary.record(work, sweep, registered)
-    summary.finish(work, sweep, 0)
-
-
 def write_one(out: Path) -> None:
     (out / "one.txt").write_text("one")
 
 
-@dataclass
-class Ground:
-    """A work directory: int8_tensor is from an old sweep, int8 the previous champion, fp8 the champion, fp8k_int4v newer."""
+def removable_in(work: JudgedWork, *overrides: str) -> list[Piece]:
+    return find_removable(work.config("stage=prune", *overrides))
 
-    work: Path
-    store: MlflowStore
-    tracking: tuple[str, ...] = ()
-    """Override that names the tracking store of a copy."""
 
-    @property
-    def artifacts(self) -> Path:
-        return self.work / "artifacts"
-
-    def alias(self, name: str) -> str | None:
-        version = self.store.read().pointed_at.get(name)
-        return None if version is None else version.name
-
-    def config(self, *overrides: str) -> Config:
-        return config_of(f"workdir={self.work}", MODEL, *self.tracking, *overrides)
-
-    def command(self, *overrides: str) -> None:
-        """Run a stage in this process."""
-        run_job(self.config(*overrides), "20260105-000000-1-e")
-
-    def removable(self, *overrides: str) -> list[Piece]:
-        return find_removable(self.config("stage=prune", *overrides))
-
-    def identity_of(self, kv: str) -> Path:
-        """Return the identity.json of a policy's engine."""
-        (path,) = [path for path in self.artifacts.glob("identity/*/identity.json") if read_identity(path).policy == kv]
-        return path
+def identity_of(work: JudgedWork, kv: str) -> Path:
+    """Return the identity.json of a policy's engine."""
+    (path,) = [path for path in work.artifacts.glob("identity/*/identity.json") if read_identity(path).policy == kv]
+    return path
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> Ground:  # noqa: ARG001
+def ground(tmp_path_factory: pytest.TempPathFactory, quick_stores: None) -> JudgedWork:  # noqa: ARG001
+    """int8_tensor is from an old sweep, int8 the previous champion, fp8 the champion, fp8k_int4v newer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(ENVIRONMENT, raising=False)
         patch.setattr("stages.report.page.draw_charts", lambda _: {})
-        work = tmp_path_factory.mktemp("upkeep") / "work"
-        ground = Ground(work, MlflowStore(locate(Tracking(log_bundle=False), work, "some-llm", {})))
+        ground = JudgedWork(tmp_path_factory.mktemp("upkeep") / "work")
         for sweep, kv in SWEEPS.items():
-            judge(work, ground.store, sweep, kv)
+            ground.judge(kv, sweep=sweep)
             if kv != "int8_tensor":
-                ground.command("stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
-        judge(work, ground.store, LAST, "fp8k_int4v")
+                ground.promote(kv, sweep)
+        ground.judge("fp8k_int4v", sweep=LAST)
         Store(ground.artifacts).make(Recipe("extremes", {}, {}), write_one)
     return ground
 
 
 @pytest.fixture
-def copied(ground: Ground, tmp_path: Path) -> Ground:
+def copied(ground: JudgedWork, tmp_path: Path) -> JudgedWork:
     """A copy that a test may change. Its tracking store lies outside: MLflow's store of a copied work directory is refused."""
     work = Path(shutil.copytree(ground.work, tmp_path / "work"))
     shutil.move(work / "mlflow.db", tmp_path)
-    location = locate(Tracking(uri=f"sqlite:///{tmp_path / 'mlflow.db'}", log_bundle=False), work, "some-llm", {})
-    return Ground(work, MlflowStore(location), (f"tracking.uri={location.uri}",))
+    return JudgedWork(work, f"sqlite:///{tmp_path / 'mlflow.db'}")
 
 
 def broken(artifacts: Path) -> list[str]:
@@ -129,7 +92,7 @@ def broken(artifacts: Path) -> list[str]:
     return altered
 
 
-def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_champion_candidates_and_disk_space(ground: JudgedWork, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(ground.work)
     ground.command("stage=prune", "prune.keep_sweeps=1")
     assert "prune.keep_sweeps=1 prune.apply=true" in capsys.readouterr().out, "it only lists files"
@@ -156,9 +119,9 @@ def test_status_shows_champion_candidates_and_disk_space(ground: Ground, capsys:
 
 @pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity", "nothing: older rules judged it"])
 def test_a_serving_engine_stays_even_with_a_lost_or_old_identity(
-    lost: str, copied: Ground, capsys: pytest.CaptureFixture[str]
+    lost: str, copied: JudgedWork, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    identity = copied.identity_of("fp8")
+    identity = identity_of(copied, "fp8")
     (engine, *_) = read_identity(identity).reads
     if lost == "the tag":
         copied.store.client.delete_model_version_tag("kvgate-some-llm", "3", "identity_digest")
@@ -175,9 +138,9 @@ def test_a_serving_engine_stays_even_with_a_lost_or_old_identity(
     assert "Removed" in capsys.readouterr().out, "artifacts that nothing needs are removed"
 
 
-def test_a_killed_prune_leaves_whole_artifacts(ground: Ground, tmp_path: Path) -> None:
+def test_a_killed_prune_leaves_whole_artifacts(ground: JudgedWork, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
-    removable = ground.removable("prune.keep_sweeps=1")
+    removable = removable_in(ground, "prune.keep_sweeps=1")
     needed = {piece.place for piece in walk(ground.artifacts)} - {piece.place for piece in removable}
 
     def still_removable(artifacts: Path) -> list[Piece]:
@@ -197,7 +160,7 @@ def test_a_killed_prune_leaves_whole_artifacts(ground: Ground, tmp_path: Path) -
 
 
 def test_prune_and_use_of_artifacts_exclude_each_other(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ground: JudgedWork, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(ground.artifacts)
     with (
@@ -215,35 +178,35 @@ def test_prune_and_use_of_artifacts_exclude_each_other(
             assert "some of which are being removed: another process holds" in " ".join(capsys.readouterr().err.split())
 
 
-def test_nothing_is_removed_if_it_is_unknown_what_serves(ground: Ground, copied: Ground, tmp_path: Path) -> None:
+def test_nothing_is_removed_if_it_is_unknown_what_serves(ground: JudgedWork, copied: JudgedWork, tmp_path: Path) -> None:
     for overrides in ("tracking=none", f"tracking.uri=sqlite:///{tmp_path / 'other.db'}"):
         with pytest.raises(UserError, match="it is unknown which engines serve"):
-            ground.removable(overrides)
+            removable_in(ground, overrides)
     unreadable = copied.artifacts / "identity" / ("f" * 32)
     unreadable.mkdir()
     for name in (MANIFEST, "identity.json"):
         (unreadable / name).write_text("{}")
     with pytest.raises(UserError, match=r"identity.json: .* it may name needed artifacts"):
-        copied.removable()
+        removable_in(copied)
     shutil.rmtree(unreadable)
     for content in ("{", "{}"):
         (copied.work / "summaries" / f"{LAST}.json").write_text(content)
         with pytest.raises(UserError, match=f"stage=prune: .*{LAST}.json is damaged"):
-            copied.removable()
+            removable_in(copied)
 
 
-def test_a_busy_store_is_not_to_be_removed(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_store_is_not_to_be_removed(ground: JudgedWork, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Inventory([], problems=[MissingRequirement("the store did not answer; raise tracking.timeout_s")])
     monkeypatch.setattr(upkeep, "take_inventory", lambda _: busy)
     with pytest.raises(MissingRequirement, match=r"raise tracking.timeout_s; it may name needed artifacts$"):
-        ground.removable()
+        removable_in(ground)
 
 
-def test_artifacts_of_an_unfinished_sweep_are_kept(copied: Ground) -> None:
-    assert any(piece.kind == "extremes" for piece in copied.removable())
+def test_artifacts_of_an_unfinished_sweep_are_kept(copied: JudgedWork) -> None:
+    assert any(piece.kind == "extremes" for piece in removable_in(copied))
     summary.note(copied.work, "20260108-000000-1-h", names=("fp8", "int8"), began=time.time() - 3600)
-    assert copied.removable() == [], "all artifacts are newer than the unfinished sweep"
-    assert any(piece.kind == "extremes" for piece in copied.removable("prune.keep_sweeps=0"))
+    assert removable_in(copied) == [], "all artifacts are newer than the unfinished sweep"
+    assert any(piece.kind == "extremes" for piece in removable_in(copied, "prune.keep_sweeps=0"))
 
 
 @pytest.mark.parametrize(
@@ -257,25 +220,25 @@ def test_pipes_and_directories_as_evidence_are_reported_at_once(
         make(tmp_path / name)
     write = (tmp_path / f"artifacts/identity/{'b' * 32}/{MANIFEST}").write_text
     write(json.dumps({"key": "x", "files": {}, "seconds": 1, "parts": {"inputs": {}}}))
-    problems = take_inventory(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
+    problems = take_inventory(config_of(f"workdir={tmp_path}", "stage=prune")).problems
     assert [problem in str(reported) for reported in problems] == [True] * 3
     with pytest.raises(UserError) as caught:
-        show_status(config_of(f"workdir={tmp_path}", MODEL, "stage=status"))
+        show_status(config_of(f"workdir={tmp_path}", "stage=status"))
     assert [line in str(caught.value) for line in map(str, problems)] == [True] * 3
     assert "identity" in capsys.readouterr().out, "the readable part is shown"
 
 
-def test_after_a_prune_everything_that_may_serve_still_can(copied: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_a_prune_everything_that_may_serve_still_can(copied: JudgedWork, capsys: pytest.CaptureFixture[str]) -> None:
     copied.command("stage=route", "routing.routes={copy: int8}")
-    removable = copied.removable("prune.keep_sweeps=1")
+    removable = removable_in(copied, "prune.keep_sweeps=1")
     copied.command("stage=prune", "prune.keep_sweeps=1", "prune.apply=true")
     assert not any(piece.path.exists() for piece in removable)
     assert broken(copied.artifacts) == []
     assert len(list(copied.artifacts.glob("baseline/[!.]*"))) == 1, "only the baseline of the last sweep is kept"
     assert len(list(copied.artifacts.glob("identity/[!.]*"))) == 3
-    assert copied.removable("prune.keep_sweeps=1") == []
+    assert removable_in(copied, "prune.keep_sweeps=1") == []
 
-    copied.command("stage=verify", f"bundle={copied.identity_of('fp8').parent}")
+    copied.command("stage=verify", f"bundle={identity_of(copied, 'fp8').parent}")
     copied.command("stage=route", "routing.routes={copy: int8}")
     copied.command("stage=rollback")
     assert copied.alias("champion") == "int8"
