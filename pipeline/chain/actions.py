@@ -125,7 +125,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             summary.note_champion(config.work, move.champion, last.sweep)
             tables.print_comparison(candidates)
             console.say(console.styled("green", move.message))
-            for rejected, reason in tables.reasons_against(candidates, move).items():
+            for rejected, reason in move.passed_over.items():
                 console.say(f"  not {rejected}: {reason}")
             show_page(config, candidates, last, unfinished=unfinished, move=move)
             compare_in_mlflow(config, candidates, last.sweep)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline import __version__
 from pipeline.chain.job_run import open_store
 from pipeline.cli import console
-from pipeline.cli.tables import comparison, print_comparison, reasons_against
+from pipeline.cli.tables import comparison, print_comparison
 from pipeline.config.config import Config
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
@@ -94,7 +94,7 @@ def show_page(
             unfinished=unfinished,
             champion=None if move is None else move.champion,
             message="" if move is None else move.message,
-            passed_over={} if move is None else reasons_against(candidates, move),
+            passed_over={} if move is None else move.passed_over,
         )
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)

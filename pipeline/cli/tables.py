@@ -6,7 +6,6 @@ from pathlib import Path
 from pipeline.cli import console
 from pipeline.cli.console import Column, Grid, Value
 from pipeline.evidence.reading import Finding
-from pipeline.registry.promotion import PromotionMove
 from pipeline.registry.tracking import Location
 from stages.core.memory import GIB
 from stages.planning.capacity import Capacity, PolicyCapacity
@@ -112,25 +111,6 @@ def _few_questions(candidate: Candidate) -> list[str]:
     if candidate.verdict != "INCONCLUSIVE" or not needed or samples is None:
         return []
     return [f"{samples:,.0f} samples are too few to decide; ask about {float(f'{needed:.3g}'):,.0f}", *candidate.figures[-1:]]
-
-
-def reasons_against(candidates: Sequence[Candidate], move: PromotionMove) -> dict[str, str]:
-    """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
-    champion = next((candidate for candidate in candidates if candidate.name == move.champion), None)
-    return {
-        candidate.name: _reason(candidate, champion, move.excluded.get(candidate.report.digest))
-        for candidate in candidates
-        if candidate is not champion
-    }
-
-
-def _reason(candidate: Candidate, champion: Candidate | None, excluded: str | None) -> str:
-    """Return the reason why `promotion.choose_champion` did not take a candidate, which may be that it was excluded."""
-    if candidate.verdict == "PASS" and excluded is not None:
-        return f"PASS, but it {excluded}"
-    if candidate.verdict != "PASS" or champion is None:
-        return f"{candidate.verdict}: {candidate.reasons[0] if candidate.reasons else 'no reason was recorded'}"
-    return f"passed, but {champion.name} holds more tokens in the same memory, or as many with a lower mean KL"
 
 
 KIB, MIB = 1024, 1024**2

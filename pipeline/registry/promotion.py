@@ -54,8 +54,8 @@ class PromotionMove:
     champion: str
     message: str
     candidates: tuple[Candidate, ...] = ()
-    excluded: Mapping[str, str] = field(default_factory=dict)
-    """Digest of a report -> reason why its candidate is not promoted, or only by name."""
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    """Name of a candidate that does not serve -> the reason."""
 
 
 def is_attempt(checks: Sequence[Check]) -> bool:
@@ -165,16 +165,20 @@ class Engines:
         best = choose_champion(candidates, excluded)
         rival, stays = self._compare_champion(candidates, best, excluded) if name is None else (None, False)
         compared = tuple(candidates if rival is None else [*candidates, rival])
+
+        def ended(champion: Candidate, message: str) -> PromotionMove:
+            others = {item.name: _why_not(item, excluded, champion.name) for item in compared if item is not champion}
+            return PromotionMove(champion.name, message, compared, others)
+
         if rival is not None and stays:
-            message = f"{rival.name} (version {rival.version}) stays the champion"
-            return PromotionMove(rival.name, message, compared, excluded)
+            return ended(rival, f"{rival.name} (version {rival.version}) stays the champion")
         try:
             self.find(self.model.versions[best.version]).verify()
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"{best.name} is not promoted: {error}") from error
         before = route_of(self.model, CHAMPION)
         if before.now == best.version:
-            return PromotionMove(best.name, f"{best.name} (version {best.version}) is the champion already", compared, excluded)
+            return ended(best, f"{best.name} (version {best.version}) is the champion already")
         tags = {PROMOTED_BY: author(), PROMOTED_AT: _now(), PROMOTED_OVER: before.now or "none"}
 
         def record() -> None:
@@ -189,8 +193,7 @@ class Engines:
         make_moves(self.registry, [move])
         note = f"; it had been rolled back at {since}" if since is not None else ""
         covered = f", {best.covered}" if best.covered is not None else ""
-        message = f"{best.name} (version {best.version}) is the champion{over}{note}{covered}"
-        return PromotionMove(best.name, message, compared, excluded)
+        return ended(best, f"{best.name} (version {best.version}) is the champion{over}{note}{covered}")
 
     def _other_checkpoint(self, candidate: Candidate) -> str:
         """Return " of another checkpoint" if the champion has one; "" if it has the candidate's, or if either is unknown."""
@@ -350,11 +353,15 @@ def choose_champion(candidates: Sequence[Candidate], excluded: Mapping[str, str]
         return best
     if not candidates:
         raise GateRefusal("there is no candidate: run stage=evaluate first")
-    lines = []
-    for candidate in candidates:
-        why = f" ({candidate.reasons[0]})" if candidate.reasons else ""
-        if candidate.verdict == "PASS":
-            why = f", but it {excluded[candidate.report.digest]}"
-        lines.append(f"{candidate.name}: {candidate.verdict}{why}")
+    lines = [f"{candidate.name}: {_why_not(candidate, excluded)}" for candidate in candidates]
     passed = any(candidate.verdict == "PASS" for candidate in candidates)
     raise GateRefusal(f"{'no candidate is promoted' if passed else 'no candidate passed'}: {'; '.join(lines)}")
+
+
+def _why_not(candidate: Candidate, excluded: Mapping[str, str], champion: str = "") -> str:
+    """Return why a candidate is not promoted; `champion` is the one that is."""
+    if candidate.verdict != "PASS":
+        return f"{candidate.verdict} ({candidate.reasons[0]})" if candidate.reasons else candidate.verdict
+    if candidate.report.digest in excluded:
+        return f"PASS, but it {excluded[candidate.report.digest]}"
+    return f"passed, but {champion} holds more tokens in the same memory, or as many with a lower mean KL"

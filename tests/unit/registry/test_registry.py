@@ -10,7 +10,6 @@ from helpers.refusals import refused
 from helpers.registry.candidates import MemoryRegistry, engines_of, evidence_digest
 from helpers.verdicts.reports import measured_once
 
-from pipeline.cli.tables import reasons_against
 from pipeline.evidence.reading import Finding
 from pipeline.registry.promotion import PromotionMove, choose_champion
 from pipeline.registry.tracking import LostFiles, Version
@@ -100,7 +99,7 @@ def test_a_champion_without_valid_evidence_does_not_stay(registry: MemoryRegistr
     promote(registry, registry.judge("fp8k_int4v", 1000))
     move = promote(registry, registry.judge("int8", 500), replay=lambda item: [DIFFERS] if item.name == "fp8k_int4v" else [])
     assert move.champion == "int8"
-    assert "PASS, but it cannot stay the champion: weights: differs" in reasons_against(move.candidates, move)["fp8k_int4v"]
+    assert "PASS, but it cannot stay the champion: weights: differs" in move.passed_over["fp8k_int4v"]
 
 
 def test_a_better_champion_that_cannot_be_verified_here_blocks_a_promotion(registry: MemoryRegistry) -> None:
@@ -219,7 +218,7 @@ def test_a_trial_on_short_questions_does_not_replace_the_champion(registry: Memo
     assert registry.aliases == {"champion": "1"}
     move = promote(registry, trial, half)
     assert move.champion == "int8"
-    assert "tested up to 140 tokens" in reasons_against(move.candidates, move)["int4"]
+    assert "tested up to 140 tokens" in move.passed_over["int4"]
     assert promote(registry, trial, name="int4").champion == "int4"
 
 
