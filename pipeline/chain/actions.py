@@ -14,8 +14,7 @@ from pipeline.cli.upkeep import prune, show_status
 from pipeline.config.config import Config
 from pipeline.config.explain import suggest
 from pipeline.config.stages import Stage
-from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.evidence.reading import Evidence, bundle_directory, find_evidence, first_refusal, read_evidence, with_questions
+from pipeline.evidence.reading import bundle_directory, find_evidence, first_refusal, read_evidence, with_questions
 from pipeline.evidence.verify import replay
 from pipeline.registry import routing, summary
 from pipeline.store.store import used
@@ -51,15 +50,13 @@ def evaluate(run: Run) -> None:
     config, steps, store = run.config, run.verdict_steps, run.registry
     evaluation = steps.report()
     with show_progress("deciding"):
-        report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        verdict = decide(report, rows, config.gates)
-    sealed = steps.identity(evaluation, verdict).path
-    evidence = Evidence(sealed, read_identity(sealed / IDENTITY_FILE), report, rows, None)
+        verdict = decide(load_report(evaluation.path), load_rows(evaluation.path), config.gates)
+    evidence = read_evidence(steps.identity(evaluation, verdict).path)
     candidate = evidence.candidate(run.label)
     if store is not None:
         read = config.model_dump(mode="json", exclude=UNREAD)
         with show_progress("registering the engine"):
-            candidate = store.register(candidate, rows, sweep=run.sweep, config=read)
+            candidate = store.register(candidate, evidence.rows, sweep=run.sweep, config=read)
     summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, quick_check=config.workloads.is_quick_check)
     if store is not None:
