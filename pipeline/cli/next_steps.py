@@ -62,13 +62,9 @@ def _program() -> str:
 
 
 def stage_command(config: Config, stage: str, *changes: str) -> str:
-    """Return the command of a stage that works on earlier results."""
-    return command_line(carried(config), f"stage={stage}", *changes)
-
-
-def promotion_command(config: Config, *changes: str) -> str:
-    """Return the command of a promotion, which decides by the same gates."""
-    return command_line(carried(config, "gates"), "stage=promote", *changes)
+    """Return the command of a stage that works on earlier results. A promotion decides by the same gates."""
+    groups = ("gates",) if stage == "promote" else ()
+    return command_line(carried(config, *groups), f"stage={stage}", *changes)
 
 
 def carried(config: Config, *groups: str) -> list[str]:
@@ -133,7 +129,7 @@ def after_judging(
         )
     if any(candidate.verdict == "PASS" for candidate in candidates):
         if config.tracking.enabled:
-            return NextStep("promote the best candidate that passed", promotion_command(config))
+            return NextStep("promote the best candidate that passed", stage_command(config, "promote"))
         untracked = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register the candidates that passed, so that one can be promoted (finished work is reused)"
         return NextStep(why, command_line(untracked, "stage=evaluate", sweep=sweep))

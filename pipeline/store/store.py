@@ -69,7 +69,9 @@ class Store:
             scratch.mkdir(parents=True, exist_ok=True)
             try:
                 build(scratch)
-                self._seal(scratch, recipe, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                manifest = {"key": recipe.key, "parts": recipe.parts, "files": tree_files(scratch), "seconds": seconds}
+                (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
                 if target.exists():  # it failed its verification
                     shutil.rmtree(target)
                 scratch.rename(target)
@@ -117,11 +119,6 @@ class Store:
                         if abandoned:
                             shutil.rmtree(scratch, ignore_errors=True)
         sweep_pool(self.root)
-
-    def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
-        files = tree_files(scratch)
-        manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}
-        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
     def verified(self, recipe: Recipe, *, reused: bool = True) -> Artifact | None:
         """Return the artifact, marked as `reused`; None if its manifest has another key or a file differs from its digest."""

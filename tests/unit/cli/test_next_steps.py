@@ -167,7 +167,7 @@ BASE = [*TYPED, "kv=fp8"]
     [
         ("verify", lambda config: next_steps.after_promotion(config, Path("an engine")).command),
         ("prune", lambda config: next_steps.stage_command(config, "prune", "prune.apply=true")),
-        ("promote", lambda config: next_steps.promotion_command(config, "promote.name='fp8 kv.sink_tokens=4'")),
+        ("promote", lambda config: next_steps.stage_command(config, "promote", "promote.name='fp8 kv.sink_tokens=4'")),
     ],
 )
 def test_every_other_ending_names_a_command_that_composes(stage: str, command: Callable[[Config], str]) -> None:
