@@ -20,7 +20,7 @@ from pipeline.cli import console
 from pipeline.config import CONF
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
-from pipeline.config.options import load_policies
+from pipeline.config.options import shipped_policy
 from pipeline.config.override_syntax import differing, key_of, written
 from stages.core.streams import program_name
 from stages.policies.policy import KVShape
@@ -167,9 +167,10 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
 
 def _judge_finer(config: Config, failed: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> NextStep:
     """Return a step that judges the next policy with more bytes than every judged policy, or says how to keep more."""
-    shipped, names = {path.stem for path in (CONF / "kv").glob("*.yaml")}, {candidate.policy for candidate in failed}
-    largest = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *load_policies("kv", sorted(names & shipped))))
-    ladder = load_policies("kv", config.backend.finer)
+    names = {candidate.policy for candidate in failed}
+    shipped = [shipped_policy(name) for name in names if (CONF / "kv" / f"{name}.yaml").is_file()]
+    largest = max(policy.bytes_per_token(SHAPE) for policy in (config.kv, *shipped))
+    ladder = map(shipped_policy, config.backend.finer)
     finer = next((policy for policy in ladder if policy.bytes_per_token(SHAPE) > largest and policy.name not in names), None)
     if finer is None:
         place = "docs/policies.md#change-a-policy-on-the-command-line"

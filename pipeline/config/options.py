@@ -9,7 +9,6 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from pipeline.config import CONF
-from pipeline.config.explain import suggest
 from pipeline.config.override_syntax import differing
 from stages.checkpoints.gguf.header import read_header
 from stages.checkpoints.places import locate_checkpoint
@@ -43,20 +42,17 @@ def _is_converted(gguf: Path, tokenizer: Path) -> bool:
     return isinstance(tokens, list) and len(tokens) < 2 * len(vocabulary) and vocabulary.keys() <= set(tokens)
 
 
-def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
-    """Return the policies of conf/kv with the given names. Raises UserError, which names `key`, for an unknown name."""
-    choices = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
-    for name in names:
-        if name not in choices:
-            raise UserError(f"{key}={name}: no such policy in conf/kv{suggest(name, choices)}")
-    return [KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / "kv" / f"{name}.yaml"))) for name in names]
+@cache
+def shipped_policy(name: str) -> KVPolicy:
+    """Return the policy of conf/kv with the given name."""
+    return KVPolicy.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / "kv" / f"{name}.yaml")))
 
 
-def check_name(policy: KVPolicy, title: str = "") -> None:
+def check_name(policy: KVPolicy, title: str) -> None:
     """Refuse a policy that differs from the shipped one of its name, unless its display name includes the difference."""
-    if title not in ("", policy.name) and "kv.name=" not in title:  # the display name includes the difference
+    if title != policy.name and "kv.name=" not in title:  # the display name includes the difference
         return
-    if (CONF / "kv" / f"{policy.name}.yaml").is_file() and policy not in load_policies("kv.name", [policy.name]):
+    if (CONF / "kv" / f"{policy.name}.yaml").is_file() and policy != shipped_policy(policy.name):
         raise UserError(f"kv.name={policy.name}: is the name of a shipped policy with other formats; give another name")
 
 
@@ -66,8 +62,7 @@ def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
     The display name of a policy that was changed on the command line includes the change: `fp8 kv.sink_tokens=4`. So does the
     display name of a policy that differs from an earlier policy of the same name.
     """
-    names = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
-    by_name = dict(zip(names, load_policies("kv", names), strict=True))
+    by_name = {path.stem: shipped_policy(path.stem) for path in sorted((CONF / "kv").glob("*.yaml"))}
     policies = list(by_name.items())
     for policy in others:
         if any(policy == shipped for _, shipped in policies):
