@@ -1,5 +1,6 @@
 """Checks that run before any work: the files that the configuration names, the policy, and the backend's requirements."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
@@ -8,7 +9,6 @@ from pathlib import Path
 from pipeline.chain.actions import CHECKS
 from pipeline.chain.engine_steps import weight_bytes
 from pipeline.config.config import Config
-from pipeline.config.stages import FILES, MODEL, missing_files
 from pipeline.registry import summary
 from pipeline.registry.store_errors import check_reachable
 from pipeline.registry.tracking import locate
@@ -18,7 +18,7 @@ from stages.checkpoints.description import CheckpointInfo, inspect_checkpoint, r
 from stages.checkpoints.gguf.model import inspect_gguf
 from stages.checkpoints.gguf.vocabulary import UNUSED
 from stages.checkpoints.intake.shapes import read_model
-from stages.checkpoints.places import locate_checkpoint
+from stages.checkpoints.places import absence, locate_checkpoint
 from stages.checkpoints.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond_vocabulary
 from stages.core.errors import Refusal, UserError, required_libraries, short
 from stages.core.records import Sample
@@ -29,6 +29,8 @@ from stages.policies.policy import FP16_POLICY
 from stages.workloads.config import LONG_QUESTIONS
 from stages.workloads.user_files import document_words
 
+FILES = ("workloads.jsonl", "workloads.documents", "calibration.jsonl")
+"""Keys that name files."""
 GENERATED_TOKENS = 8192
 """Context in tokens that has room for every generated sample."""
 
@@ -70,7 +72,13 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
 
 def _check_files(config: Config) -> None:
     """Refuse all missing files with one error. The later checks would report only the first one."""
-    missing = missing_files(config.facts, {key: attrgetter(key)(config) for key in (MODEL, *FILES)})
+    model, missing = locate_checkpoint(config.model.path), []
+    if not os.path.lexists(model):
+        missing.append(f"model.path={model}: {absence(model)}")
+    for key in FILES:
+        given = attrgetter(key)(config)
+        if given is not None and not os.path.lexists(file := Path(given).expanduser()):
+            missing.append(f"{key}={short(file, 200)}: no such file; give one that exists")
     if missing:
         raise UserError("\n".join(missing))
 

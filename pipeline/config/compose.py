@@ -1,7 +1,6 @@
 """Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -47,7 +46,7 @@ from pipeline.config.overrides import (
     refuse_code,
     searching,
 )
-from pipeline.config.stages import STAGES, StageFacts, missing_files
+from pipeline.config.stages import STAGES, StageFacts
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, redact_text
 from stages.policies.policy import KVPolicy
@@ -142,12 +141,7 @@ def plan(overrides: Sequence[str], multirun: bool, folders: Sequence[str | Path]
         except UserError as error:
             problems.append(str(error))
     if problems:
-        given = {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
-        facts = STAGES.get(str(given.get("stage", "all")), StageFacts())
-        lines = "\n".join(problems).splitlines()
-        refused = {re.split("[=:]", line)[0] for line in lines}
-        missing = missing_files(facts, {key: value for key, value in given.items() if key not in refused})
-        raise UserError("\n".join([*lines, *missing]))
+        raise UserError("\n".join(problems))
     for job, name, arguments in zip(planned.jobs, planned.names, planned.job_overrides, strict=True):
         check_name(job.kv, name)
         if job.calibration.jsonl is not None and "calibration.workloads" in map(key_of, arguments):
