@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.config.compose import plan
 from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.inputs.tokens import read_encoded

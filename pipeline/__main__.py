@@ -108,7 +108,7 @@ def main() -> int:
         planned = _plan_command(argv)
         if isinstance(planned, int):
             return planned
-        from pipeline.chain.runner import run
+        from pipeline.chain.command import run
         from pipeline.registry.summary import new_sweep
 
         return run(planned, new_sweep())

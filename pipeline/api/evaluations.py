@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.api.calls import plan_call, raises_refusals
+from pipeline.chain.command import run
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config import CONF
 from pipeline.registry import summary

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.chain.inputs import checks
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.cli import console
 from pipeline.cli.console import Column, Grid, Value
 from pipeline.cli.progress import duration

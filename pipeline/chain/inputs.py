@@ -6,8 +6,8 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from pipeline.chain.actions import CHECKS
 from pipeline.chain.engine_steps import weight_bytes
+from pipeline.chain.stage_functions import CHECKS
 from pipeline.config.config import Config
 from pipeline.registry import summary
 from pipeline.registry.store_errors import check_reachable

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from pipeline.chain.engine_steps import EngineSteps
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
 from pipeline.config.config import Config

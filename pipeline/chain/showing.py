@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pipeline import __version__
-from pipeline.chain.job_run import open_store
+from pipeline.chain.job import open_store
 from pipeline.cli import console
 from pipeline.cli.tables import comparison, print_comparison
 from pipeline.config.config import Config

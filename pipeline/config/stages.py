@@ -1,6 +1,6 @@
 """The stages: what each one makes, reads and needs.
 
-`pipeline.chain.actions` has the functions of the stages.
+`pipeline.chain.stage_functions` has the functions of the stages.
 """
 
 from dataclasses import dataclass

@@ -110,7 +110,7 @@ def drop_capabilities() -> None:
 
 
 def fail(*_: object) -> NoReturn:
-    """Fail instead of `pipeline.chain.runner.run`, because kvgate must refuse bad input before the call."""
+    """Fail instead of `pipeline.chain.command.run`, because kvgate must refuse bad input before the call."""
     print("the runner was called")
     raise SystemExit(99)
 
@@ -134,7 +134,7 @@ def run_child(case: BadInput, directory: Path, scratch: Path, *, limited: bool) 
         if case.unprivileged:
             drop_capabilities()
         if not (case.runs_stage or case.loads_model):
-            sys.modules["pipeline.chain.runner"] = SimpleNamespace(run=fail)  # type: ignore[assignment]
+            sys.modules["pipeline.chain.command"] = SimpleNamespace(run=fail)  # type: ignore[assignment]
         sys.argv = ["pipeline", *case.arguments]
         try:
             code = main()

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 from stages.engines.bundle import open_bundle

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.chain.command import run
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.runner import run
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Config
 from pipeline.registry.summary import new_sweep

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.registry.judged_engine import config_of
-from pipeline.chain.actions import verify
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
+from pipeline.chain.stage_functions import verify
 from pipeline.config.signing import SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, Role
 from pipeline.evidence.reading import Finding, read_evidence

@@ -13,7 +13,7 @@ from bad_input.forks import BadInput, CommandResult, RunCase
 from helpers.checkpoints.configs import LLAMA_8B
 from helpers.registry.judged_engine import config_of
 
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
 from stages.core.errors import GateRefusal
 

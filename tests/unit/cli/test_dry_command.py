@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 
+from pipeline.chain.command import run
 from pipeline.chain.dry import preview
-from pipeline.chain.runner import run
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
 from pipeline.config.stages import STAGES

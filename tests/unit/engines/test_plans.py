@@ -15,7 +15,7 @@ from helpers.refusals import refused
 
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.store.store import Store
 from stages.core.artifact import Artifact, Recipe
 from stages.core.errors import MissingRequirement, UserError

@@ -12,7 +12,7 @@ from helpers.policies.shipped import SHIPPED
 
 from benchmarks import benchlib
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.config.compose import plan
 from stages.core.errors import MissingRequirement
 from stages.engines.gpu import MIN_BYTES, reference_device

@@ -12,7 +12,7 @@ from helpers.policies.shipped import SHIPPED
 from helpers.registry.judged_engine import config_of, judged_engine
 from helpers.verdicts.reports import report as make_report
 
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.chain.planning import evidence_lines, recommend_policy
 from pipeline.config.compose import plan
 from pipeline.config.options import labelled

@@ -25,9 +25,9 @@ from helpers.registry.judged_engine import (
 )
 
 from pipeline.api import champion
-from pipeline.chain.actions import rollback
-from pipeline.chain.actions import verify as verify_stage
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
+from pipeline.chain.stage_functions import rollback
+from pipeline.chain.stage_functions import verify as verify_stage
 from pipeline.config.compose import plan
 from pipeline.config.signing import SIGNATURE_FILE, SigningConfig
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
@@ -125,7 +125,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(
     assert signature_finding(forged, trusted) == "differs, no trusted key signed it (ValueError Signature mismatch)"
     registry = MemoryRegistry(tmp_path)
     registry.versions = {"1": cited_tags(forged)}
-    monkeypatch.setattr("pipeline.chain.job_run.open_store", lambda *_: registry)
+    monkeypatch.setattr("pipeline.chain.job.open_store", lambda *_: registry)
     promotion = Run(config_of("stage=promote", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]"))
     with (
         promotion.engines() as engines,
@@ -143,7 +143,7 @@ def test_rollback_and_champion_need_a_trusted_signature(
     previous = make_champion(monkeypatch, unsigned)
     registry = MemoryRegistry(tmp_path)
     registry.versions, registry.aliases = {"1": dict(previous.tags), "2": {}}, {"champion": "2", "previous": "1"}
-    monkeypatch.setattr("pipeline.chain.job_run.open_store", lambda *_: registry)
+    monkeypatch.setattr("pipeline.chain.job.open_store", lambda *_: registry)
     config = config_of("stage=rollback", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]")
     with pytest.raises(GateRefusal, match=r"cannot become the champion again: signature: differs, identity\.sig is missing"):
         rollback(Run(config))

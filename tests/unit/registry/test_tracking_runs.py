@@ -11,7 +11,7 @@ import pytest
 from helpers.registry.candidates import judged_candidate
 from helpers.verdicts.reports import row
 
-from pipeline.chain.job_run import open_store
+from pipeline.chain.job import open_store
 from pipeline.config.config import Tracking
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.run_content import COLOURS

@@ -44,8 +44,8 @@ def evaluate(run: Any) -> None:
 
 
 if __name__ == "sitecustomize":
-    from pipeline.chain import actions, inputs
+    from pipeline.chain import inputs, stage_functions
 
-    actions.ACTIONS["evaluate"] = evaluate
+    stage_functions.FUNCTIONS["evaluate"] = evaluate
     # Checking the inputs imports torch and transformers, which takes most of a small sweep's time.
     inputs.check_inputs = lambda *_: None

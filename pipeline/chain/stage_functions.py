@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.chain.planning import recommend_policy, show_capacity
 from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
@@ -183,7 +183,7 @@ def verify(run: Run) -> None:
         raise type(refusal)(f"bundle={directory}: {refusal}")
 
 
-ACTIONS: dict[Stage, Callable[[Run], None]] = {
+FUNCTIONS: dict[Stage, Callable[[Run], None]] = {
     "quantize": quantize,
     "build": build,
     "evaluate": evaluate,

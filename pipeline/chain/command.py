@@ -1,7 +1,7 @@
 """Runs the jobs of a command, then promotes a candidate or suggests the next step. Start reading here.
 
-`pipeline.chain.actions` has the functions of the stages. The stages up to evaluate make the artifacts that they need, or reuse
-artifacts in the store. Promote, rollback and verify use the results of earlier commands.
+A job (`pipeline.chain.job`) calls the function of its stage (`pipeline.chain.stage_functions`). The stages up to evaluate make
+the artifacts that they need, or reuse artifacts in the store. Promote, rollback and verify use the results of earlier commands.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipeline.chain import actions
-from pipeline.chain.job_run import Run
-from pipeline.chain.launching import launch
+from pipeline.chain import stage_functions
+from pipeline.chain.job import Run
+from pipeline.chain.launchers import launch
 from pipeline.chain.showing import show_page, show_results, warn_on_error
 from pipeline.cli import console, next_steps
 from pipeline.config.compose import Plan, to_config
@@ -143,7 +143,7 @@ class JobRunner:
                 if config.facts.judges:
                     _ = run.registry  # opens the registry first: without a connection, no sweep is recorded
                 self.begin(config)  # here, not before the launch, which may fail
-                actions.ACTIONS[config.stage](run)
+                stage_functions.FUNCTIONS[config.stage](run)
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)
         except BaseException as error:
@@ -171,7 +171,7 @@ def _promote_passing(run: Run) -> None:
     if last.candidates[0].verdict == "PASS":
         with console.silent():  # if the promotion is killed, this page remains
             show_page(run.config, last.candidates, last)
-        actions.promote_from(run, last)
+        stage_functions.promote_from(run, last)
 
 
 def _conclude(planned: Plan, jobs: JobRunner, code: int) -> int:

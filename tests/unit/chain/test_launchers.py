@@ -19,7 +19,7 @@ from helpers.refusals import refused
 from hydra import compose
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from pipeline.chain import actions, launching, runner
+from pipeline.chain import command, launchers, stage_functions
 from pipeline.cli import console
 from pipeline.cli.next_steps import stage_command
 from pipeline.config import overrides
@@ -34,9 +34,10 @@ JOBLIB = ["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"]
 def test_a_launchers_job_returns_its_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(actions.ACTIONS, "all", Mock(side_effect=GateRefusal("FP16 itself answers none\ncopy-1: asked ...")))
+    refusal = GateRefusal("FP16 itself answers none\ncopy-1: asked ...")
+    monkeypatch.setitem(stage_functions.FUNCTIONS, "all", Mock(side_effect=refusal))
     planned = plan([f"workdir={tmp_path}", "tracking=none", *JOBLIB], multirun=True)
-    ended = launching.launch(planned, runner.JobRunner("20260101", planned.names, ()))
+    ended = launchers.launch(planned, command.JobRunner("20260101", planned.names, ()))
     assert [(end.code, end.message) for end in ended] == [(3, "FP16 itself answers none\ncopy-1: asked ...")] * 2
     assert summary.load(tmp_path, "20260101").exit_codes == {1: 3, 2: 3}
     assert "job 2 of 2 int8: FP16 itself answers none" in capsys.readouterr().err
@@ -45,7 +46,7 @@ def test_a_launchers_job_returns_its_refusal(
 
 @pytest.mark.parametrize("error", [TypeError("cannot pickle"), PicklingError("of a task"), UserError("bad input")], ids=str)
 def test_refusals_and_unpicklable_jobs_are_no_launcher_failure(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, launching.launcher_errors("joblib"):
+    with pytest.raises(type(error)) as caught, launchers.launcher_errors("joblib"):
         raise error
     assert caught.value is error
 
@@ -54,7 +55,7 @@ INTERRUPTED = """
 import subprocess, sys
 import psutil
 from joblib.externals.loky.backend import resource_tracker
-from pipeline.chain.launching import end_workers
+from pipeline.chain.launchers import end_workers
 resource_tracker.ensure_running()
 sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
 before, worker = subprocess.Popen(sleeps), subprocess.Popen(sleeps)
@@ -71,7 +72,7 @@ def test_only_workers_are_ended() -> None:
     assert completed.stdout == "['True', 'tracker']\n"
 
 
-RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launching.RAY_LINES, *launching.RAY_HERE)
+RAYS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", *launchers.RAY_LINES, *launchers.RAY_HERE)
 
 
 @pytest.fixture
@@ -92,8 +93,8 @@ def init(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
 
 def test_the_commands_ray_listens_locally_behind_a_token(init: Mock) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    launching.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
-    assert "++hydra.launcher.ray.remote.max_retries=0" in launching.RAY_OVERRIDES, "a job that died is not run again"
+    launchers.start_ray({"ray": {"init": {"address": None, "num_cpus": 2}}})
+    assert "++hydra.launcher.ray.remote.max_retries=0" in launchers.RAY_OVERRIDES, "a job that died is not run again"
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
     options = init.call_args.kwargs
     assert options["address"] == "local", "the command must not join another Ray instance on this machine"
@@ -107,15 +108,15 @@ def test_the_commands_ray_listens_locally_behind_a_token(init: Mock) -> None:
 def test_a_ray_cluster_keeps_its_own_settings(place: str, init: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "variable":
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    launching.start_ray({"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
+    launchers.start_ray({"ray": {"init": {"address": "10.0.0.1:6379" if place == "key" else None}}})
     assert set(init.call_args.kwargs) <= {"address", "logging_level"}, "Ray refuses other options for a cluster that it joins"
-    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launching.RAY_HERE} & set(os.environ)
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *launchers.RAY_HERE} & set(os.environ)
 
 
 def test_ray_start_failure_is_a_missing_requirement(init: Mock) -> None:
     init.side_effect = Exception("The current node timed out during startup. This could happen because\nmore")
     with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
-        launching.start_ray({})
+        launchers.start_ray({})
 
 
 SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission failed\n"
@@ -130,7 +131,7 @@ SBATCH = "sbatch: error: invalid partition: nope\nsbatch: error: submission fail
 )
 def test_a_launchers_exception_becomes_a_refusal_in_one_line(error: Exception, message: str) -> None:
     cause = subprocess.CalledProcessError(1, ["sbatch"], stderr=SBATCH) if "sbatch" in str(error) else None
-    with pytest.raises(MissingRequirement, match=message) as caught, launching.launcher_errors("slurm"):
+    with pytest.raises(MissingRequirement, match=message) as caught, launchers.launcher_errors("slurm"):
         raise error from cause
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is error
@@ -198,14 +199,14 @@ def test_a_launcher_that_starts_no_job_keeps_the_last_sweep_and_report(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = MissingRequirement("hydra/launcher=ray: Ray did not start")
-    monkeypatch.setattr(launching, "start_ray", Mock(side_effect=refusal))
+    monkeypatch.setattr(launchers, "start_ray", Mock(side_effect=refusal))
     last, kept = Summary(sweep="20260101").model_dump_json(), ("summary.json", "report.html", "summaries/20260101.json")
     for name in kept:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(last)
     arguments = ["kv=fp8,int8", f"workdir={tmp_path}", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"]
     with refused(*NO_JOBS[launcher]):
-        runner.run(replace(plan(arguments, multirun=True), launcher=launcher), "20260102")
+        command.run(replace(plan(arguments, multirun=True), launcher=launcher), "20260102")
     assert {(tmp_path / name).read_text() for name in kept} == {last}
     assert not (tmp_path / "summaries" / "20260102.json").exists()
 

@@ -14,10 +14,10 @@ from helpers.commands.fake_stages import FakeBackend, use_fake_stages
 from helpers.commands.jobs import configured, run_job
 from helpers.registry.candidates import judged_candidate
 
-from pipeline.chain import actions, job_run, runner
+from pipeline.chain import command, job, stage_functions
 from pipeline.chain.engine_steps import EngineSteps
 from pipeline.chain.inputs import check_inputs
-from pipeline.chain.job_run import Run
+from pipeline.chain.job import Run
 from pipeline.cli import console
 from pipeline.config.compose import plan
 from pipeline.config.config import PromoteConfig
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.usefixtures("no_charts")
 
 
 def test_every_declared_stage_has_a_function() -> None:
-    assert actions.ACTIONS.keys() == STAGES.keys()
-    assert actions.CHECKS.keys() < STAGES.keys()
+    assert stage_functions.FUNCTIONS.keys() == STAGES.keys()
+    assert stage_functions.CHECKS.keys() < STAGES.keys()
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -57,7 +57,7 @@ def test_an_old_report_is_removed_and_never_hides_the_error(
 
 
 def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_run, "open_store", Mock(side_effect=MissingRequirement("http://127.0.0.1:9 is not there")))
+    monkeypatch.setattr(job, "open_store", Mock(side_effect=MissingRequirement("http://127.0.0.1:9 is not there")))
     (tmp_path / "report.html").write_text("yesterday's")
     (config,) = plan([f"workdir={tmp_path}", "stage=evaluate"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match="is not there"):
@@ -69,7 +69,7 @@ def test_a_command_without_a_connection_keeps_an_old_report(tmp_path: Path, monk
 def test_an_unwritable_summary_does_not_hide_the_jobs_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(actions.ACTIONS, "evaluate", Mock(side_effect=MissingRequirement("no GPU")))
+    monkeypatch.setitem(stage_functions.FUNCTIONS, "evaluate", Mock(side_effect=MissingRequirement("no GPU")))
     full = Mock(side_effect=UserError("summary.json cannot be written"))
     (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
     monkeypatch.setattr(summary, "finish", full)
@@ -89,7 +89,7 @@ def judging(monkeypatch: pytest.MonkeyPatch, verdict: Status) -> None:
         summary.record(run.config.work, run.sweep, candidate)
 
     for stage in ("evaluate", "all"):
-        monkeypatch.setitem(actions.ACTIONS, stage, judge)
+        monkeypatch.setitem(stage_functions.FUNCTIONS, stage, judge)
 
 
 def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkey
         raise ModuleNotFoundError("No module named 'psycopg2'", name="psycopg2")
 
     judging(monkeypatch, "PASS")
-    monkeypatch.setattr(job_run, "open_store", Mock())
-    monkeypatch.setattr(actions, "promote_from", promote)
+    monkeypatch.setattr(job, "open_store", Mock())
+    monkeypatch.setattr(stage_functions, "promote_from", promote)
     (config,) = plan([f"workdir={tmp_path}", "stage=all"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match="psycopg2 is not installed here"):
         run_job(config)
@@ -126,7 +126,7 @@ def test_only_a_sweep_with_candidates_ends_with_advice(
     judged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judging(monkeypatch, "FAIL")
-    judge = actions.ACTIONS["evaluate"]
+    judge = stage_functions.FUNCTIONS["evaluate"]
 
     def evaluate(run: Run) -> None:
         console.say(f"job {run.label}")
@@ -136,11 +136,11 @@ def test_only_a_sweep_with_candidates_ends_with_advice(
             raise MissingRequirement("no GPU")
         judge(run)
 
-    monkeypatch.setitem(actions.ACTIONS, "evaluate", evaluate)
+    monkeypatch.setitem(stage_functions.FUNCTIONS, "evaluate", evaluate)
     page = tmp_path / "report.html"
     page.write_text("yesterday's")
     overrides = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
-    code = runner.run(plan(overrides, multirun=True), "20260101")
+    code = command.run(plan(overrides, multirun=True), "20260101")
     assert code == summary.load(tmp_path).exit_code == (3 if judged else 4)
     assert f'type="exit code {code}"' in (tmp_path / "junit.xml").read_text()
     output = capsys.readouterr().out
@@ -155,16 +155,16 @@ def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(tmp_path: Path) -
     summary.begin(tmp_path, "2", ["int8"])
     summary.finish(tmp_path, "2", 2)
     summary.begin(tmp_path, "3", ["fp8", "int8"])
-    assert actions.promotable(config).sweep == "1"
+    assert stage_functions.promotable(config).sweep == "1"
     summary.record(tmp_path, "4", judged.model_copy(update={"model": "other"}))
-    assert actions.promotable(config).sweep == "1"
+    assert stage_functions.promotable(config).sweep == "1"
     of_sweep_4 = config.model_copy(update={"promote": PromoteConfig(name=None, sweep="4")})
     with pytest.raises(UserError, match=r"tiny in sweep 4; the last ones are of other: give their model\.path"):
-        actions.promotable(of_sweep_4)
+        stage_functions.promotable(of_sweep_4)
     summary.begin(tmp_path, "5", ["fp8", "int8"])
     summary.record(tmp_path, "5", judged)
     with pytest.raises(GateRefusal, match=r"sweep 5 did not finish: .* another sweep with promote.sweep=ID"):
-        actions.promotable(config)
+        stage_functions.promotable(config)
 
 
 def test_an_evaluation_without_tracking_does_not_hide_a_registered_one(
@@ -176,9 +176,9 @@ def test_an_evaluation_without_tracking_does_not_hide_a_registered_one(
         summary.begin(tmp_path, sweep, ["fp8"])
         summary.record(tmp_path, sweep, judged.model_copy(update={"version": version}))
         summary.finish(tmp_path, sweep, 0)
-        assert actions.promotable(config).sweep == "1"
+        assert stage_functions.promotable(config).sweep == "1"
     assert "the last command registered no candidate of tiny; promoting from sweep 1" in capsys.readouterr().err
-    assert actions.promotable(config.model_copy(update={"promote": PromoteConfig(name=None, sweep="2")})).sweep == "2"
+    assert stage_functions.promotable(config.model_copy(update={"promote": PromoteConfig(name=None, sweep="2")})).sweep == "2"
 
 
 def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,11 +290,11 @@ def test_only_an_engine_that_fails_the_first_round_gets_no_stress_test(
 
 
 def test_a_sweep_that_judges_nothing_changes_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(actions.ACTIONS, "build", Mock(side_effect=MissingRequirement("no compiler")))
+    monkeypatch.setitem(stage_functions.FUNCTIONS, "build", Mock(side_effect=MissingRequirement("no compiler")))
     summary.begin(tmp_path, "judged", ["fp8"])
     summary.note(tmp_path, "judged", exit_code=0)
     planned = plan([f"workdir={tmp_path}", "stage=build", "kv=fp8,int8", "tracking=none"], multirun=True)
-    assert runner.run(planned, "built") == 4
+    assert command.run(planned, "built") == 4
     last = summary.load(tmp_path)
     assert (last.sweep, last.exit_code) == ("judged", 0)
     assert [path.name for path in (tmp_path / "summaries").iterdir()] == ["judged.json"]
