@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.explain import explain_validation
-from pipeline.config.options import AUTO, AUTO_OPTIONS, check_name, is_tiny
+from pipeline.config.options import AUTO, AUTO_OPTIONS, TINY, check_name
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
 from pipeline.config.overrides import (
     BASIC,
@@ -268,7 +268,7 @@ def _compose_suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     composed = _composed(overrides)
     groups = [group for group in AUTO_OPTIONS if composed.hydra.runtime.choices[group] == AUTO]
     makes = STAGES.get(composed.get("stage"), StageFacts()).makes
-    if groups and makes and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
+    if groups and makes and OmegaConf.select(composed, "model.path") != TINY:
         others = [override for override in overrides if override not in [f"{group}={AUTO}" for group in groups]]
         overrides = [*others, *(f"{group}={AUTO_OPTIONS[group][1]}" for group in groups)]
         composed = _composed(overrides)

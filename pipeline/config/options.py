@@ -1,45 +1,19 @@
 """The options of conf/: the shipped KV policies, and the questions and texts that suit a model (`auto`)."""
 
-import json
 from collections.abc import Sequence
-from filecmp import cmp
 from functools import cache
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from pipeline.config import CONF
 from pipeline.config.override_syntax import differing
-from stages.checkpoints.gguf.header import read_header
-from stages.checkpoints.places import locate_checkpoint
-from stages.core.errors import MACHINE_ERRORS, MissingRequirement, UserError
+from stages.core.errors import UserError
 from stages.policies.policy import KVPolicy
 
 AUTO = "auto"
 AUTO_OPTIONS = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
 """Group -> (option for the tiny model, option for any other model). An unresolved `auto` has the values of the first option."""
 TINY = "pkg://stages.tiny/checkpoint"
-TOKENIZER = "tokenizer.json"
-
-
-@cache
-def is_tiny(path: str) -> bool:
-    """Return whether a model has the tiny model's tokenizer, as the tiny model and its copies do; False if it is unreadable."""
-    if path == TINY:
-        return True
-    try:
-        tokenizer, checkpoint = locate_checkpoint(TINY) / TOKENIZER, locate_checkpoint(path)
-        if checkpoint.is_file():
-            return _is_converted(checkpoint, tokenizer)
-        return (checkpoint / TOKENIZER).is_file() and cmp(checkpoint / TOKENIZER, tokenizer, shallow=False)
-    except (*MACHINE_ERRORS, UserError, MissingRequirement):
-        return False
-
-
-def _is_converted(gguf: Path, tokenizer: Path) -> bool:
-    tokens = read_header(gguf).metadata.get("tokenizer.ggml.tokens")
-    vocabulary = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
-    return isinstance(tokens, list) and len(tokens) < 2 * len(vocabulary) and vocabulary.keys() <= set(tokens)
 
 
 @cache

@@ -20,7 +20,7 @@ from bad_input.makers import (
     with_weights,
 )
 
-MODEL = ("stage=build", "model.path=model")
+MODEL = ("stage=build", "model.path=model", "workloads=builtin")
 FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 Tensors = dict[str, tuple[int, ...]]
 

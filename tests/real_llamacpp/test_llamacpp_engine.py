@@ -164,6 +164,8 @@ def test_every_byte_equals_ggmls(name: str, tmp_path: Path, llamacpp_python: str
 KV = "llamacpp_q8k_q4v"
 FEW = (
     *SHORT,
+    "workloads=builtin",
+    "calibration=generated",
     "backend=llamacpp",
     f"kv={KV}",
     "backend.n_ctx=512",

@@ -15,10 +15,10 @@ from pipeline.cli import console, next_steps
 from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.config.options import TINY
 from stages.verdict.candidate import Candidate
 from stages.verdict.verdict import Check, Gate, Status
 
-TINY = str(Path(__file__).parents[3] / "stages" / "tiny" / "checkpoint")
 TYPED = [
     f"model.path={TINY}",
     "workdir='a dir/it\\'s'",
