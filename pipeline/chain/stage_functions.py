@@ -1,4 +1,4 @@
-"""The functions of the stages, and the checks that single stages need. `pipeline.config.stages` declares the stages."""
+"""The functions of the stages, and the checks that single stages need. `pipeline.config.config` declares the stages."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -11,9 +11,8 @@ from pipeline.chain.showing import compare_in_mlflow, show_page, warn_on_error
 from pipeline.cli import console, next_steps, tables
 from pipeline.cli.progress import show_progress
 from pipeline.cli.upkeep import prune, show_status
-from pipeline.config.config import Config
+from pipeline.config.config import Config, Stage
 from pipeline.config.explain import suggest
-from pipeline.config.stages import Stage
 from pipeline.evidence.reading import bundle_directory, find_evidence, first_refusal, read_evidence, with_questions
 from pipeline.evidence.verify import replay
 from pipeline.registry import routing, summary

@@ -29,7 +29,7 @@ from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
 from pipeline.config import CONF
-from pipeline.config.config import Config
+from pipeline.config.config import STAGES, Config, StageFacts
 from pipeline.config.explain import explain_validation
 from pipeline.config.options import AUTO, AUTO_OPTIONS, TINY, check_name
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of
@@ -46,7 +46,6 @@ from pipeline.config.overrides import (
     refuse_code,
     searching,
 )
-from pipeline.config.stages import STAGES, StageFacts
 from stages.core.errors import UserError, short
 from stages.core.redaction import holds_secret, leaves, redact_text
 from stages.policies.policy import KVPolicy

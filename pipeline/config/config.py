@@ -1,5 +1,9 @@
-"""The typed configuration. It strictly validates the composition of conf/ before any heavy import."""
+"""The stages, and the typed configuration. It strictly validates the composition of conf/ before any heavy import.
 
+`pipeline.chain.stage_functions` has the functions of the stages.
+"""
+
+from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, or_
 from pathlib import Path
@@ -10,7 +14,6 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.config.override_syntax import written
 from pipeline.config.signing import SigningConfig
-from pipeline.config.stages import STAGES, Stage, StageFacts
 from stages.checkpoints.places import checkpoint_label
 from stages.core.files import ARTIFACTS
 from stages.core.redaction import holds_secret
@@ -22,9 +25,59 @@ from stages.policies.policy import KVPolicy
 from stages.verdict.verdict import Thresholds
 from stages.workloads.config import Workload, WorkloadsConfig
 
+
+@dataclass(frozen=True)
+class StageFacts:
+    makes: Literal["exports", "bundle", "report"] | None = None
+    """Last artifact that the stage makes; None if it makes no artifacts."""
+    plans: bool = False
+    """Whether it plans memory for every policy at once."""
+    tracked: bool = False
+    needs_registered: bool = False
+    """Whether it works on registered engines only, so that an engine must have been registered."""
+    promotes: bool = False
+    """Whether a single job promotes its candidate if it passed."""
+    work: Literal["used", "read", "ignored"] = "used"
+    """Use of the work directory. If "used", stage=prune removes nothing meanwhile."""
+    reads: tuple[str, ...] = ()
+    """Keys that only some stages read, this stage among them. The other stages refuse a value for such a key."""
+    needs_input: bool = False
+    """Whether exactly one of the keys in `reads` must have a value."""
+
+    @property
+    def builds(self) -> bool:
+        return self.makes in ("bundle", "report")
+
+    @property
+    def judges(self) -> bool:
+        return self.makes == "report"
+
+    @property
+    def sweepable(self) -> bool:
+        return self.judges or not (self.tracked or self.plans)
+
+
+STAGES = {
+    "quantize": StageFacts(makes="exports"),
+    "build": StageFacts(makes="bundle"),
+    "evaluate": StageFacts(makes="report", tracked=True, reads=("signing.key",)),
+    "promote": StageFacts(tracked=True, reads=("promote.name", "promote.sweep")),
+    "rollback": StageFacts(tracked=True, needs_registered=True),
+    "verify": StageFacts(work="ignored", reads=("bundle",), needs_input=True),
+    "capacity": StageFacts(plans=True),
+    "recommend": StageFacts(plans=True),
+    "all": StageFacts(makes="report", tracked=True, promotes=True, reads=("signing.key",)),
+    "route": StageFacts(tracked=True, needs_registered=True, reads=("routing.routes", "routing.rollback"), needs_input=True),
+    "monitor": StageFacts(tracked=True, needs_registered=True, reads=("monitor.snapshot",), needs_input=True),
+    "status": StageFacts(tracked=True, work="read"),
+    "prune": StageFacts(tracked=True, work="read", reads=("prune.apply",)),  # it takes its own lock to remove artifacts
+}
+
 if TYPE_CHECKING:
+    Stage = str
     AnyBackend = BackendConfig
 else:
+    Stage = Literal[tuple(STAGES)]
     AnyBackend = Annotated[reduce(or_, backend_configs().values()), Field(discriminator="name")]
 
 

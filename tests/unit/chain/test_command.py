@@ -20,8 +20,7 @@ from pipeline.chain.inputs import check_inputs
 from pipeline.chain.job import Run
 from pipeline.cli import console
 from pipeline.config.compose import plan
-from pipeline.config.config import PromoteConfig
-from pipeline.config.stages import STAGES
+from pipeline.config.config import STAGES, PromoteConfig
 from pipeline.evidence.reading import USER_INPUTS
 from pipeline.registry import summary
 from pipeline.store import store as store_module

@@ -18,7 +18,7 @@ from pipeline.chain.command import run
 from pipeline.chain.dry import preview
 from pipeline.cli import console
 from pipeline.config.compose import Plan, plan
-from pipeline.config.stages import STAGES
+from pipeline.config.config import STAGES
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.summary import new_sweep
 from pipeline.registry.tracking import locate

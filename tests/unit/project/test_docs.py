@@ -19,7 +19,7 @@ from helpers.stride import STRIDE
 
 from pipeline.chain.dry import preview
 from pipeline.config.compose import Plan, plan
-from pipeline.config.stages import STAGES
+from pipeline.config.config import STAGES
 from stages.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import WeightsFormat
