@@ -205,6 +205,13 @@ def test_what_native_code_of_a_library_prints_is_not_on_stdout() -> None:
     assert (completed.stdout, completed.stderr) == ("result\n", "noise")
 
 
+def test_results_with_other_characters_are_escaped() -> None:
+    code = "from stages.core.streams import reserve_stdout; reserve_stdout(); print('modèle')"
+    ascii_output = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", code], env=ascii_output, capture_output=True, check=True)
+    assert result.stdout == b"mod\\xe8le\n"
+
+
 def test_a_whole_command_prints_its_results_in_each_mode(run_case: RunCase, tmp_path: Path) -> None:
     modes = ("human", "quiet", "json")
     shown, quiet, objects = (outcome(run_case, tmp_path, *CAPACITY, f"log={mode}", runs_stage=True) for mode in modes)
