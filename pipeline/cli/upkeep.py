@@ -103,9 +103,9 @@ def _minute(timestamp: str) -> str:
 
 def _missing(digest: str, inventory: Inventory) -> str | None:
     """Return a clause that names the first missing part of an engine's evidence; None if the work directory has all parts."""
-    lineage = inventory.lineages.get(digest)
-    if lineage is None:
+    if digest not in inventory.identities:
         return "its evidence is not here"
+    _, lineage = inventory.identities[digest]
     places = {piece.place for piece in inventory.pieces}
     return next((f"{link.place} is not here" for link in lineage.reads if link.place not in places), None)
 

@@ -71,10 +71,8 @@ class Inventory:
     """Contents of a work directory and its tracking store."""
 
     pieces: list[Piece]
-    lineages: dict[str, Lineage] = field(default_factory=dict)
-    """sha256 of an identity.json -> the identity."""
-    identity_places: dict[str, str] = field(default_factory=dict)
-    """sha256 of an identity.json -> place of its artifact."""
+    identities: dict[str, tuple[str, Lineage]] = field(default_factory=dict)
+    """sha256 of an identity.json -> place of its artifact, and its content."""
     location: Location | None = None
     """The tracking store; None if tracking is off, or the store is missing or could not be read."""
     models: list[RegisteredModel] = field(default_factory=list)
@@ -100,8 +98,7 @@ def take_inventory(config: Config) -> Inventory:
         if piece.kind == "identity":
             with inventory.noting_problems():
                 lineage = read_lineage(piece.path / IDENTITY_FILE)
-                digest = file_digest(piece.path / IDENTITY_FILE)
-                inventory.lineages[digest], inventory.identity_places[digest] = lineage, piece.place
+                inventory.identities[file_digest(piece.path / IDENTITY_FILE)] = piece.place, lineage
     for sweep in summary.sweeps(config.work):
         with inventory.noting_problems():
             inventory.sweeps.append(summary.load(config.work, sweep))
@@ -111,7 +108,7 @@ def take_inventory(config: Config) -> Inventory:
             if location.exists:
                 from pipeline.registry.mlflow_store import RegistryReader  # importing MLflow takes 2 s
 
-                inventory.models = RegistryReader(location).registered(inventory.lineages)
+                inventory.models = RegistryReader(location).registered(inventory.identities)
             inventory.location = location
     with inventory.noting_problems():
         last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
@@ -142,10 +139,10 @@ def needed_places(inventory: Inventory, keep_sweeps: int) -> set[str]:
     needed = set[str]()
 
     def keep(digest: str, *, whole_chain: bool = False) -> None:
-        lineage = inventory.lineages.get(digest)
-        if lineage is not None:
+        if digest in inventory.identities:
+            place, lineage = inventory.identities[digest]
             links = lineage.chain if whole_chain else lineage.reads
-            needed.update([inventory.identity_places[digest], *(link.place for link in links)])
+            needed.update([place, *(link.place for link in links)])
 
     builds = defaultdict[str | None, list[str]](list)
     for piece in inventory.pieces:
