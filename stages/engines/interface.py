@@ -104,13 +104,13 @@ class Engine(ABC):
         stop_tokens: Collection[int],
         *,
         max_sequences: int | None = None,
-        ended: Callable[[int], None] = lambda _: None,
+        ended: Callable[[Sequence[Continuation]], None] = lambda _: None,
     ) -> list[list[int]]:
         """Return greedy continuations, in the order of the prompts. A continuation ends before its first stop token.
 
         A finished sequence is released at once, and the next prompt takes its slot. At most `max_sequences` sequences are
-        active at once, and never more than the engine supports. `ended` is called with the number of finished continuations
-        each time that number grows.
+        active at once, and never more than the engine supports. `ended` is called with requests that have just finished,
+        before their sequences are released.
 
         Raises UserError before any prompt starts if a prompt is empty or has ids outside the vocabulary, and later if a prompt
         does not fit into the engine or logits are not finite, since no token can be picked. `prefill` and `decode` return such
@@ -135,7 +135,7 @@ class Engine(ABC):
         continuations: Sequence[Continuation],
         stop_tokens: Collection[int],
         max_sequences: int,
-        on_end: Callable[[int], None],
+        on_end: Callable[[Sequence[Continuation]], None],
     ) -> None:
         """Generate until every request has ended, at most `max_sequences` at once."""
         import numpy as np  # imported here, so that the command line starts without NumPy
@@ -158,10 +158,10 @@ class Engine(ABC):
                         request.tokens.append(token)
                     if token in stop_tokens or len(request.tokens) == request.most_tokens:
                         ended.append(request)
+                if ended:
+                    on_end(ended)
                 live = [request for request in live if request not in ended]
                 self._release_all(ended)
-                if ended:
-                    on_end(len(continuations) - len(waiting) - len(live))
         finally:
             self._release_all(live)
 

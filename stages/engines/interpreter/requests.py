@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -142,12 +141,11 @@ class RequestEngine(Engine, Generic[B, C]):
         continuations: Sequence[Continuation],
         stop_tokens: Collection[int],
         max_sequences: int,
-        on_end: Callable[[int], None],
+        on_end: Callable[[Sequence[Continuation]], None],
     ) -> None:
         """Continue the prompts in groups: a prompt that joined a running group would need its own call to the worker."""
         for begin in range(0, len(continuations), max_sequences):
-            group = continuations[begin : begin + max_sequences]
-            super()._answer(group, stop_tokens, max_sequences, partial(lambda before, count: on_end(before + count), begin))
+            super()._answer(continuations[begin : begin + max_sequences], stop_tokens, max_sequences, on_end)
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stages.engines.interface import Logits
+from stages.core.records import StoredCopy
+from stages.engines.interface import Continuation, Logits, SupportsStored
 from stages.engines.reference.replay import Replay
 from stages.evaluate.conformance.comparer import SequenceComparer
 from stages.evaluate.conformance.deviations import group_passes
 from stages.evaluate.conformance.sequence import ForcedSequence
 from stages.evaluate.decoding.free import contradiction
+from stages.policies.policy import Side
 
 
 class Answer(NamedTuple):
@@ -40,6 +42,16 @@ class AnswerChecks:
     def __init__(self, comparer: SequenceComparer, failures: list[str]) -> None:
         self.comparer, self.engine, self.failures = comparer, comparer.engine, failures
         self.answers: list[Answer] = []
+        self.stored: dict[tuple[int, ...], list[dict[Side, StoredCopy]]] = {}
+        """The codes that the engine stored while it answered, by the tokens of the prompt and the answer."""
+
+    def observe(self, requests: Sequence[Continuation]) -> None:
+        """Record the stored codes of requests of `generate`, if the engine exposes them."""
+        if not isinstance(self.engine, SupportsStored):
+            return
+        for request in requests:
+            layers = self.engine.stored(request.sequence)
+            self.stored[tuple(request.tokens[: request.stored])] = [dict(layer) for layer in layers]
 
     def take(self, sequence: ForcedSequence, tokens: Sequence[int], limit: int, stops: Sequence[int]) -> None:
         """Check the length of an answer, and keep the answer for the other checks."""
@@ -71,12 +83,17 @@ class AnswerChecks:
                 unforced.append(answer)
         return unforced
 
-    def check(self, answers: Sequence[Answer], force: Callable[[ForcedSequence], None], advance: Callable[[int], None]) -> None:
+    def check(
+        self, answers: Sequence[Answer], force: Callable[[ForcedSequence], None], advance: Callable[[int], None]
+    ) -> list[ForcedSequence]:
         """Check that every token is the most likely on the reference engine, up to rounding.
 
-        A single flipped code may change an answer, so an answer that looks wrong is checked again by the engine's own logits,
-        which `force` records.
+        A single flipped code may change an answer. An answer that looks wrong is therefore checked again over the codes that
+        the engine stored for it, or by the engine's own logits, which `force` records. Return sequences whose stored codes
+        must still be compared. Their logits are the reference engine's.
         """
+        stored, self.stored = self.stored, {}
+        suspects = []
         answers = list(_longest(answers))
         replays = list[Replay]()
         for group in group_passes([answer.forced for answer in answers]):
@@ -84,9 +101,18 @@ class AnswerChecks:
             advance(sum(len(sequence.tokens) for sequence in group))
         for answer, replay in zip(answers, replays, strict=True):
             if contradiction(self.engine, replay.logits, answer.chosen(replay.logits)) is not None:
-                sequence = ForcedSequence(f"{answer.sequence.name}, forced", answer.sequence.prompt, list(answer.fed))
-                force(sequence)
+                sequence = answer.forced
+                sequence.layers = stored.get(tuple(sequence.tokens), [])
+                if sequence.layers:
+                    [(again, _)] = self.comparer.replay([sequence], disturbed=False)
+                    sequence.logits, sequence.places = list(again.logits), [None] * len(again.logits)
+                    sequence.name = f"generate: {sequence.name}"
+                    suspects.append(sequence)
+                else:
+                    sequence = ForcedSequence(f"{answer.sequence.name}, forced", answer.sequence.prompt, list(answer.fed))
+                    force(sequence)
                 self._check_likelier(answer, np.stack(sequence.logits))
+        return suspects
 
     def _check_likelier(self, answer: Answer, logits: np.ndarray) -> None:
         """Report the first token of an answer that the engine's own logits (rows, V) contradict."""

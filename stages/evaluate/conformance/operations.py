@@ -214,7 +214,8 @@ class StressTest:
     ) -> list[list[int]]:
         """Generate and return free answers. Their tokens are checked at the end of the scenario."""
         at_once = at_once or self.largest
-        answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
+        prompts = [sequence.prompt for sequence in sequences]
+        answers = self.engine.generate(prompts, limits, stops, max_sequences=at_once, ended=self.answers.observe)
         self.counts["requests"] += len(sequences)
         self._advance(sum(len(sequence.prompt) for sequence in sequences) + sum(map(len, answers)))
         for sequence, answer, limit in zip(sequences, answers, limits, strict=True):
@@ -308,7 +309,7 @@ class StressTest:
         self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence not in self.resting])
         unforced = self.answers.check_forced()
         self.compare()
-        self.answers.check(unforced, self._force, self._advance)
+        self.ended = self.answers.check(unforced, self._force, self._advance) + self.ended
         self.compare()
 
     def _force(self, sequence: ForcedSequence) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from stages.core.errors import UserError
 from stages.core.records import Progress, no_progress
-from stages.engines.interface import Engine, Logits, SupportsRequests
+from stages.engines.interface import Continuation, Engine, Logits, SupportsRequests
 from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.verdict.report import FreeAnswers
@@ -40,12 +40,19 @@ def free_answers(
         if encoded:
             progress("free answers, then forced [answers]", done, 2 * len(encoded))
 
-    update(0)
+    ended = 0
+
+    def count(requests: Sequence[Continuation]) -> None:
+        nonlocal ended
+        ended += len(requests)
+        update(ended)
+
+    update(ended)
     limits = [stopping.limit(item) for item in encoded]
     prompts = [item.prompt for item in encoded]
     max_sequences = min(batch_size, max(1, 2 * len(encoded) // 3))
     try:
-        answers = engine.generate(prompts, limits, stopping.stop_tokens, max_sequences=max_sequences, ended=update)
+        answers = engine.generate(prompts, limits, stopping.stop_tokens, max_sequences=max_sequences, ended=count)
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []

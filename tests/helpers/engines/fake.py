@@ -104,15 +104,15 @@ class FakeEngine(Engine):
         continuations: Sequence[Continuation],
         stop_tokens: Collection[int],
         max_sequences: int,  # noqa: ARG002
-        on_end: Callable[[int], None],
+        on_end: Callable[[Sequence[Continuation]], None],
     ) -> None:
-        for ended, continuation in enumerate(continuations, start=1):
+        for continuation in continuations:
             while len(continuation.tokens) < continuation.most_tokens:
                 token = int(self._logits(continuation.tokens, 1).argmax())
                 if token in stop_tokens:
                     break
                 continuation.tokens.append(token)
-            on_end(ended)
+            on_end([continuation])
 
     def _release(self, sequence: int) -> None:
         del self._live[sequence]

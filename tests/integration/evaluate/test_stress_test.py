@@ -16,6 +16,7 @@ from stages.core.records import no_progress
 from stages.engines.backend import ROUNDING
 from stages.engines.onnx.engine import load_engine
 from stages.engines.reference.engine import TorchEngine
+from stages.engines.reference.replay import disturb_layers
 from stages.evaluate.conformance import stress_test
 from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceComparer
 from stages.evaluate.conformance.operations import StressTest
@@ -160,6 +161,26 @@ def test_a_turn_comes_first_after_the_longest_comparison(
         result = run_stress_test(engine, reference, SMALL.model_copy(update={"seed": seed, "requests": 1}), 4, 150, no_progress)
         assert result.failures == []
         assert calls[0] == "extend"
+
+
+@pytest.mark.parametrize(
+    ("rounding", "failure"), [(2.0**-9, None), (2.0**-7, "generate: one of several prompts in one call: first stored wrong")]
+)
+def test_free_answers_are_checked_over_the_codes_that_the_engine_stored(
+    rounding: float, failure: str | None, model: Any, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If codes of `generate` are rounded to their neighbours, other answers may follow from them. Wrong codes are a fault."""
+    limit("answers")
+    engine, reference = (TorchEngine.from_model(model, BY_NAME["int4_g32"]) for _ in range(2))
+    generate = engine.generate
+
+    def disturbed(*given: Any, **options: Any) -> Any:
+        with disturb_layers(model, rounding):
+            return generate(*given, **options)
+
+    monkeypatch.setattr(engine, "generate", disturbed)
+    failures = run_stress_test(engine, ReferenceEngine(reference), LATER, 4, 150, no_progress).failures
+    assert failures == [] if failure is None else any(failure in text for text in failures), failures
 
 
 def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: ReferenceEngine, limit: Limit) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import takewhile
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from stages.core.errors import UserError
 from stages.core.records import MemoryReport
 from stages.engines.base import SequenceTable
-from stages.engines.interface import Engine, Logits
+from stages.engines.interface import Continuation, Engine, Logits
 from stages.policies.policy import FP16_POLICY, KVShape
 
 VOCAB = 32
@@ -77,9 +78,14 @@ def test_answers_keep_the_order_and_equal_single_prompts(max_sequences: int | No
     assert engine.generate(PROMPTS, LIMITS, stops, max_sequences=max_sequences) == stopped
     assert stopped == [[*takewhile(lambda token: token not in stops, answer)] for answer in free]
     assert not engine.sequences
-    counts: list[int] = []
-    engine.generate(PROMPTS, LIMITS, (), max_sequences=max_sequences, ended=counts.append)
-    assert (counts == sorted(set(counts)), counts[-1]) == (True, len(PROMPTS))
+    lengths: list[int] = []
+
+    def note(ended: Sequence[Continuation]) -> None:
+        assert all(engine.sequences[request.sequence] for request in ended), "released before they are noted"
+        lengths.extend(len(request.tokens) for request in ended)
+
+    engine.generate(PROMPTS, LIMITS, (), max_sequences=max_sequences, ended=note)
+    assert sorted(lengths) == sorted(map(add, map(len, PROMPTS), LIMITS))
 
 
 @pytest.mark.parametrize(("supported", "asked"), [(None, 2), (2, None), (2, 3)])
