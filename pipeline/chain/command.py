@@ -135,7 +135,7 @@ class JobRunner:
 
         The exit code is recorded after the promotion, so a job that is killed while it promotes counts as unfinished.
         """
-        code, label = 0, self.names[number]
+        code, message, label = 0, "", self.names[number]
         console.begin(self.place(number, config), config.model.path if config.facts.makes or config.facts.plans else None)
         try:
             with unprunable(config), required_libraries():
@@ -147,12 +147,12 @@ class JobRunner:
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)
         except BaseException as error:
-            code = exit_code(error)
+            code, message = exit_code(error), redact_text(describe(error))
             raise
         finally:
             if config.facts.judges:
                 with warn_on_error("the end of the job is not recorded"):  # a failure here must not replace the job's error
-                    summary.finish(config.work, self.sweep, code, number + 1)
+                    summary.finish(config.work, self.sweep, code, number + 1, message)
 
     def attempt(self, number: int, config: Config) -> JobEnd:
         """Run a job of a sweep, print its error, and return how it ended."""

@@ -136,7 +136,13 @@ def after_judging(
     if undecided and config.workloads.is_quick_check:
         remaining = [part for part in base if part.lstrip("+").replace("'", "") not in QUICK_CHECK]
         conformance = [] if len(remaining) < len(base) else ["workloads.conformance_samples=2"]
-        return NextStep("judge it in full", command_line(remaining, *conformance, sweep=sweep))
+        from stages.evaluate.inputs.samples import load_samples
+        from stages.verdict.gates.checks import too_few
+
+        full = plan([*remaining, *conformance], multirun=sweep).jobs[0]
+        few = too_few(load_samples(full.workloads), full.gates)
+        why = "judge it in full" if few is None else f"{few}: add questions, then judge it in full"
+        return NextStep(why, command_line(remaining, *conformance, sweep=sweep))
     return _ask_more(config, undecided, base, swept) if undecided else _judge_finer(config, candidates, base, swept)
 
 

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config import CONF
+from pipeline.config.config import STAGES
 from pipeline.config.explain import suggest
 from pipeline.config.override_syntax import as_typed, is_hydras, key_of, quoted, repeats_name, written
 from stages.core.errors import MissingRequirement, UserError, short
@@ -89,6 +90,8 @@ def readable(argument: str, parser: OverridesParser) -> str:
         raise UserError(f"{short(redact_text(argument), 200)}: has {name} in its key; write the keyboard's character")
     if equals and "," not in value and not BRACKETED.fullmatch(value) and _is_read(text, parser):
         return text
+    if argument in (*STAGES, "dry"):
+        raise UserError(f"{argument}: has no value; write {'dry=true' if argument == 'dry' else f'stage={argument}'}")
     raise UserError(
         f"{short(redact_text(argument), 200) or 'an empty argument'}: cannot be read; write KEY=VALUE, and quote texts with "
         """commas or in lists and dicts, but no names, as in 'KEY="TEXT, TEXT"' and 'KEY={name: "TEXT"}'"""

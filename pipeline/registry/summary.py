@@ -47,6 +47,8 @@ class Summary(StrictModel):
     """Display names of the jobs, in the order of the command line."""
     exit_codes: Mapping[int, int] = {}
     """Number of a job, from 1 -> its exit code. Jobs that were killed or still run are missing."""
+    errors: Mapping[int, str] = {}
+    """Number of a job -> the message of its error, if it gave no verdict."""
     candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
     """Name of the candidate that serves, after a promotion or a rollback."""
@@ -172,11 +174,13 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
     return _update(workdir, sweep, change)
 
 
-def finish(workdir: Path, sweep: str, exit_code: int, job: int = 1) -> Summary:
-    """Record the exit code of a job. If a cluster ran a job twice, only the last exit code counts."""
+def finish(workdir: Path, sweep: str, exit_code: int, job: int = 1, error: str = "") -> Summary:
+    """Record the exit code and the error of a job. If a cluster ran a job twice, only its last end counts."""
 
     def change(old: Summary) -> Summary:
-        return old.model_copy(update={"exit_codes": dict(sorted({**old.exit_codes, job: exit_code}.items()))})
+        exit_codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
+        errors = {number: text for number, text in sorted({**old.errors, job: error}.items()) if text}
+        return old.model_copy(update={"exit_codes": exit_codes, "errors": errors})
 
     return _update(workdir, sweep, change)
 
@@ -195,7 +199,8 @@ def write_junit(workdir: Path, last: Summary, accepted: Collection[Status]) -> N
         suite = SubElement(root, "testsuite", {"name": "jobs"})
         case = SubElement(suite, "testcase", {"classname": "kvgate.jobs", "name": "every job gives a verdict"})
         message = f"{missing} of {len(last.names)} jobs gave no verdict; the sweep's exit code is {last.exit_code}"
-        SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": message}).text = message
+        error = SubElement(case, "error", {"type": f"exit code {last.exit_code}", "message": message})
+        error.text = _text("\n".join([message, *last.errors.values()]))
     for element in (root, *root):
         for name, kind in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):
             element.set(name, str(len(list(element.iter(kind)))))

@@ -57,6 +57,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("-m kv=int8 dry=true,false", "dry=true,false: the jobs of a sweep share it; give one value"),
     ("~gates.max_mean_kl", "~gates.max_mean_kl: a key cannot be removed"),
     ("backend.name=vllm", "backend.name=vllm: cannot be set by itself; write backend=vllm"),
+    ("evaluate kv=int8", "evaluate: has no value; write stage=evaluate"),
     ("workloads.samples={'copy':20}", "workloads.samples={'copy':20}: cannot be read", "quote texts"),
     ("stage=route routing.routes={copy:int8,copy:fp8}", "routing.routes={copy:int8,copy:fp8}: has a name twice; keep one"),
     ("kv.overrides=[{layers:[0],key:{dtype:fp8,dtype:int8}}]", "kv.overrides", "has a name twice"),

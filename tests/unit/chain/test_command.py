@@ -141,7 +141,8 @@ def test_only_a_sweep_with_candidates_ends_with_advice(
     overrides = [f"workdir={tmp_path}", "tracking=none", "stage=evaluate", "kv=fp8,int8,int4"]
     code = command.run(plan(overrides, multirun=True), "20260101")
     assert code == summary.load(tmp_path).exit_code == (3 if judged else 4)
-    assert f'type="exit code {code}"' in (tmp_path / "junit.xml").read_text()
+    assert f'type="exit code {code}"' in (junit := (tmp_path / "junit.xml").read_text())
+    assert "FP16 itself answers none" in junit
     output = capsys.readouterr().out
     assert output.count("Next: ") == output.partition("job int4")[2].count("Next: ") == judged
     assert page.exists() == judged

@@ -98,6 +98,18 @@ def test_the_next_command_repeats_the_users_arguments(
     assert stage == "promote" or after.gates.max_mean_kl == 0.2
 
 
+@pytest.mark.parametrize(
+    ("prompts", "advice"), [(20, "20 questions, 60 are needed: add questions, then judge it in full"), (60, "judge it in full")]
+)
+def test_a_quick_check_of_too_few_questions_suggests_more_questions(prompts: int, advice: str, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"{n}:", "reference": "4711"}) for n in range(prompts)]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    base = ["experiment=quick", "workloads=jsonl", f"workloads.jsonl={tmp_path}/own.jsonl"]
+    step = next_steps.after_judging(plan(base, multirun=False).jobs[0], [candidate(tmp_path, "fp8", "INCONCLUSIVE")], base)
+    assert advice in step.why
+    assert not composed(step).workloads.is_quick_check
+
+
 def test_a_promotion_finds_the_experiments_engines(tmp_path: Path) -> None:
     config = plan(["experiment=smollm2"], multirun=True).jobs[0]
     judged = [candidate(tmp_path, "fp8", "PASS")]
