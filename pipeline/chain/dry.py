@@ -25,7 +25,7 @@ from stages.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserEr
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.planning.duration import verdict_work
 from stages.verdict.candidate import none_accepted
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import load_report, load_rows
 from stages.verdict.verdict import Verdict
 from stages.workloads.config import LONG, LONG_QUESTIONS

@@ -33,7 +33,7 @@ from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, Recommendation, recommend
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
 from stages.verdict.coverage import Exercised
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
 """Files in the work directory with the latest output of stage=capacity and stage=recommend."""

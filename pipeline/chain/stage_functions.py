@@ -21,7 +21,7 @@ from stages.core.errors import GateRefusal, UserError
 from stages.core.files import store_of
 from stages.engines.bundle import BUNDLE_FILE
 from stages.verdict.candidate import Candidate
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import load_report, load_rows
 
 REPORTING_FAILED = "a later step failed"

@@ -27,7 +27,7 @@ from stages.engines.backend import TORCH
 from stages.engines.interface import Engine
 from stages.engines.torch.backend import TorchBackend
 from stages.policies.policy import FP16_POLICY, KVPolicy, whole_pages
-from stages.verdict.gates import decide, fails_questions, is_final
+from stages.verdict.gates.decide import decide, fails_questions, is_final
 from stages.verdict.verdict import Verdict
 from stages.workloads.config import long_cost
 from stages.workloads.user_files import user_content, user_files

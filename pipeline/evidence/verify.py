@@ -38,7 +38,7 @@ from stages.core.digest import file_digest, json_digest, kind_of, tree_entries
 from stages.core.errors import GateRefusal, MissingRequirement, UserError, required_libraries
 from stages.verdict.candidate import Candidate
 from stages.verdict.coverage import Limits
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from stages.verdict.verdict import Thresholds
 from stages.workloads.config import WorkloadsConfig

@@ -21,7 +21,7 @@ from stages.evaluate.conformance.stress_test import run_stress_test
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.policies.policy import FP16_POLICY, Eviction, KVPolicy
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import StressResult, load_rows
 from stages.workloads.config import StressTestConfig
 

@@ -31,7 +31,7 @@ from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds, workloads_digest
 from stages.policies.policy import FP16_POLICY, KVPolicy
 from stages.verdict.candidate import Candidate
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.workloads.user_files import user_content
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from stages.verdict.conformance import ComparedRequest, Conformance, Distance, EngineConformance
 from stages.verdict.figures import by_workload
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import (
     Acceptance,
     Accuracy,

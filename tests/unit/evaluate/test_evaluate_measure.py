@@ -14,7 +14,7 @@ from helpers.verdicts.evaluations import SAMPLES, evaluate, measure_baseline
 from stages.core.errors import UserError
 from stages.core.records import Sample
 from stages.evaluate.decoding.system import _processor_seconds, measure_system
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from stages.verdict.verdict import Thresholds, Verdict
 from stages.workloads.config import CONTROL_FACTOR, LoadConfig

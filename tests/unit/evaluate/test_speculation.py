@@ -14,7 +14,7 @@ from helpers.verdicts.reports import GATES, prose, verdict
 
 from stages.evaluate.decoding import speculation
 from stages.evaluate.decoding.speculation import count_passes, draft_passes, draft_tokens, lookup_passes
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import load_report, load_rows
 from stages.workloads.config import DRAFT_TOKENS
 

@@ -32,7 +32,7 @@ from stages.report.charts import Spec, draw_svg, recovery_numbers
 from stages.report.exhibit import Exhibit, Occasion, shown
 from stages.report.page import MAX_POLICIES, changed_answers, differences, make_page, render, write_page
 from stages.verdict.candidate import Candidate
-from stages.verdict.gates import decide
+from stages.verdict.gates.decide import decide
 from stages.verdict.report import SampleRow
 
 EDGES = [0, 256]

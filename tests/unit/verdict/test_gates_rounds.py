@@ -24,7 +24,7 @@ from helpers.verdicts.reports import (
 from stages.policies.policy import KVPolicy, KVShape
 from stages.verdict.bets import Result
 from stages.verdict.figures import Figure
-from stages.verdict.gates import decide, is_final
+from stages.verdict.gates.decide import decide, is_final
 from stages.verdict.report import SampleRow
 from stages.verdict.verdict import ALPHA, MAX_ATTEMPTS, RULES, Verdict
 
