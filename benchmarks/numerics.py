@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.special import log_softmax
 
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, static_scales_on
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, convert_once, start_positions
@@ -26,7 +27,7 @@ from benchmarks.transformers_cache import bytes_per_token, peers
 from stages.checkpoints.places import locate_checkpoint
 from stages.engines.interface import Logits
 from stages.engines.reference.engine import TorchEngine
-from stages.evaluate.distances.distance import kl_of_logits, log_softmax
+from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.policies.formats import Format, Granularity, Rotation
 from stages.policies.policy import FP16_POLICY, KVPolicy
@@ -277,7 +278,7 @@ def measure_peers(checkpoint: Path, texts: Sequence[ScoredText]) -> dict[str, Me
 
 
 def _log_likelihood(logits: npt.NDArray[np.float32], targets: Sequence[int]) -> float:
-    return float(log_softmax(logits)[np.arange(len(targets)), targets].sum())
+    return float(log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(targets)), targets].sum())
 
 
 REPLICATES, SEED = 2000, 20_260_101

@@ -19,6 +19,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from scipy.special import log_softmax
 from tqdm import tqdm
 
 from pipeline.api.engines import load
@@ -27,7 +28,6 @@ from stages.core.errors import UserError, short
 from stages.core.records import Sample
 from stages.engines.interface import LOGITS_NOT_FINITE, Engine, SupportsRequests
 from stages.evaluate.decoding.decode import DecodeStep, decode
-from stages.evaluate.distances.distance import log_softmax
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.workloads.prompts import rendered, token_ids
 
@@ -161,7 +161,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         greedy = np.ones(len(pairs), dtype=bool)
         with tqdm(total=sum(len(scored) for _, scored in pairs), desc="kvgate: tokens", disable=disable_tqdm) as progress:
             for rows, tokens, logits_BV in self._forced(pairs):
-                logp_BV = log_softmax(_finite(logits_BV))
+                logp_BV = log_softmax(_finite(logits_BV).astype(np.float64), axis=1)
                 # A one-pass engine returns several rows of one text in a step.
                 np.add.at(totals, rows, logp_BV[np.arange(len(rows)), tokens])
                 np.logical_and.at(greedy, rows, logp_BV.argmax(axis=1) == tokens)

@@ -232,22 +232,15 @@ def compare_logprobs(baseline: LogProbs, candidate: Distributions, row: int, tok
     )
 
 
-def log_softmax(logits_BV: npt.NDArray[np.float32]) -> Array:
-    """Return natural-log probabilities in float64; a row with a non-finite logit becomes NaN."""
-    logits = logits_BV.astype(np.float64)
-    non_finite = ~np.isfinite(logits).all(axis=1)
-    logits[non_finite] = 0.0
-    logp = logits - logits.max(axis=1, keepdims=True)
-    logp -= np.log(np.exp(logp).sum(axis=1, keepdims=True))
-    logp[non_finite] = np.nan
-    return np.asarray(logp)
-
-
 def kl_of_logits(exact_BV: npt.NDArray[np.float32], other_BV: npt.NDArray[np.float32]) -> Array:
     """Return the KL of `other_BV` from `exact_BV` over the whole vocabulary, (B) in nats; infinite if a logit is not finite."""
+    from scipy.special import log_softmax
+
     rows = []
-    for first in range(0, len(exact_BV), ROWS_AT_ONCE):
-        logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (exact_BV, other_BV))
-        rows.append((np.exp(logp) * (logp - logq)).sum(axis=1))
-    kl: Array = np.nan_to_num(np.maximum(np.concatenate(rows), 0.0), nan=np.inf)
-    return kl
+    with np.errstate(invalid="ignore"):  # a logit that is not finite makes the sum of its row NaN or infinite
+        for first in range(0, len(exact_BV), ROWS_AT_ONCE):
+            parts = (x[first : first + ROWS_AT_ONCE].astype(np.float64) for x in (exact_BV, other_BV))
+            logp, logq = (log_softmax(part, axis=1) for part in parts)
+            rows.append((np.exp(logp) * (logp - logq)).sum(axis=1))
+    kl = np.concatenate(rows)
+    return np.where(np.isfinite(kl), np.maximum(kl, 0.0), np.inf)

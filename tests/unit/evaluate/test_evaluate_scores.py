@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import log_softmax
 
 from stages.evaluate.distances.distance import (
     MIN_CAP,
@@ -17,7 +18,6 @@ from stages.evaluate.distances.distance import (
     TokenStatistics,
     compare_logprobs,
     kl_of_logits,
-    log_softmax,
     stored_logprobs,
     truncate_row,
     write_logprobs,
@@ -40,8 +40,8 @@ def compare(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.nda
     logprobs, distributions = all_logprobs(baseline, token), Distributions(candidate)
     greedy = candidate.argmax(axis=1).tolist()
     compared = [compare_logprobs(stored, distributions, row, token, greedy[row]) for row, stored in enumerate(logprobs)]
-    full = log_softmax(baseline).astype(np.float32)  # as precise as stored log-probabilities
-    p, q = log_softmax(full), log_softmax(candidate)
+    full = log_softmax(baseline.astype(np.float64), axis=1).astype(np.float32)  # as precise as stored log-probabilities
+    p, q = (log_softmax(logits.astype(np.float64), axis=1) for logits in (full, candidate))
     # Sort by logits, because different logits may round to equal log-probabilities.
     top_tokens = [[set(np.argsort(-row, kind="stable")[:TOP_K].tolist()) for row in rows] for rows in (baseline, candidate)]
     overlap = [len(a & b) / len(a) for a, b in zip(*top_tokens, strict=True)]
