@@ -22,8 +22,7 @@ from stages.core.files import STORE_FILE
 from stages.core.records import no_progress
 from stages.policies.formats import WeightsFormat
 from stages.policies.scales import SCALES_FILE, KVScales
-from stages.quantize.cache_format import declare_unified_hf
-from stages.quantize.export import export
+from stages.quantize.export import declare_unified_hf, export
 from stages.quantize.recipe import NOTHING, quantizer_name
 from stages.quantize.run import load_model, quantized_model
 
