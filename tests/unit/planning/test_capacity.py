@@ -132,18 +132,6 @@ def test_custom_policies_of_one_name_have_different_display_names() -> None:
     assert labelled([mine, edited, mine])[len(SHIPPED) :] == [("mine", mine), ("mine kv.sink_tokens=4", edited)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"]}, "Cohere2ForCausalLM is not supported; use one of"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
-    ],
-)
-def test_a_config_json_that_would_give_wrong_figures_is_refused(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    with refused(UserError, f"model.path={tmp_path}: ", expected):
-        read_model(written(tmp_path, LLAMA_8B | changes))
-
-
 def test_quantized_weights_are_not_counted(tmp_path: Path) -> None:
     modelopt = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
     with refused(UserError, "capacity.weights_gib=null: kvgate counts only unquantized weights, and these are modelopt"):

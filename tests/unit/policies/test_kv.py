@@ -91,13 +91,6 @@ HEAVY_HITTERS = KVPolicy(
 )
 
 
-@pytest.mark.parametrize("tokens", [4096, 8_192, 131_072])
-@pytest.mark.parametrize("evicting", [SHIPPED["fp16_streaming"], HEAVY_HITTERS], ids=lambda evicting: evicting.name)
-def test_dropped_tokens_do_not_count_as_live_tokens(evicting: KVPolicy, tokens: int) -> None:
-    baseline = live_tokens(SHIPPED["fp16"], LLAMA_8B, 45 * GIB, 64)
-    assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= baseline
-
-
 def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
     fp8, int4 = SHIPPED["fp8"].key, SHIPPED["int4"].key
     guarded = KVPolicy(
