@@ -5,10 +5,8 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from difflib import SequenceMatcher
 from pathlib import Path
-from re import findall
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -20,11 +18,6 @@ from stages.report.exhibit import BASELINE, Exhibit, Occasion, quantity, shown
 from stages.verdict.candidate import Candidate
 from stages.verdict.report import SampleRow
 
-Segment = tuple[Literal["same", "only"], str]
-"""A part of an answer, marked "same" if the other answer contains it, too, and otherwise "only"."""
-
-DIFF_WORDS = 2_000
-"""Maximum words of an answer for a comparison word by word, which takes quadratic time."""
 MAX_ANSWERS = 200
 """Maximum number of shown answers, over all policies."""
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
@@ -110,8 +103,8 @@ class ChangedAnswer:
     prompt: list[tuple[str, str]]
     """(role, text) per message; empty if the prompt is unknown."""
     reference: str
-    before: list[Segment]
-    after: list[Segment]
+    before: str
+    after: str
 
     @property
     def kind(self) -> str:
@@ -132,9 +125,7 @@ def _compare_answers(row: SampleRow, sample: Sample | None) -> ChangedAnswer:
         messages = sample.messages or (("prompt", sample.prompt),)
     prompt = [(role, excerpt(text, PROMPT_CHARACTERS)) for role, text in messages]
     texts = (row.reference, row.baseline_generation, row.candidate_generation)
-    # `excerpt` masks secrets before `differences` splits texts into words, because a split secret would not be found.
-    reference, before, after = (excerpt(text or "", ANSWER_CHARACTERS) for text in texts)
-    return ChangedAnswer(row, prompt, reference, *differences(before, after))
+    return ChangedAnswer(row, prompt, *(excerpt(text or "", ANSWER_CHARACTERS) for text in texts))
 
 
 def excerpt(text: str, limit: int) -> str:
@@ -143,17 +134,3 @@ def excerpt(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit - limit // 3]} … {len(text) - limit:,} characters … {text[-(limit // 3) :]}"
-
-
-def differences(before: str, after: str) -> tuple[list[Segment], list[Segment]]:
-    """Compare two texts word by word and return both as segments; spaces count as words."""
-    words: list[list[str]] = [findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after)]
-    if any(len(words_of_text) > DIFF_WORDS for words_of_text in words):
-        return [("only", before)], [("only", after)]
-    left: list[Segment] = []
-    right: list[Segment] = []
-    for tag, a, b, c, d in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
-        for side, part in ((left, words[0][a:b]), (right, words[1][c:d])):
-            if part:
-                side.append(("same" if tag == "equal" else "only", "".join(part)))
-    return left, right

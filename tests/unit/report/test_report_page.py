@@ -30,7 +30,7 @@ from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.joining import slices
 from stages.report.charts import Spec, draw_svg, recovery_numbers
 from stages.report.exhibit import Exhibit, Occasion, shown
-from stages.report.page import MAX_POLICIES, changed_answers, differences, make_page, render, write_page
+from stages.report.page import MAX_POLICIES, changed_answers, make_page, render, write_page
 from stages.verdict.candidate import Candidate
 from stages.verdict.gates.decide import decide
 from stages.verdict.report import SampleRow
@@ -184,9 +184,7 @@ def test_lost_and_gained_answers_are_shown_with_their_prompt(judged: list[Exhibi
     assert [answer.kind for answer in int8] == ["lost", "lost", "gained", "gained"]
     assert (len(int4), {answer.kind for answer in int4}, changed_answers(judged[2], 30)[1]) == (30, {"lost"}, 12)
     assert "(copy-0)" in int8[1].prompt[0][1]
-    before, after = differences('{"key": "blue door"}', '{"key": "red door"}')
-    assert before == [("same", '{"key": "'), ("only", "blue"), ("same", ' door"}')]
-    assert after == [("same", '{"key": "'), ("only", "red"), ("same", ' door"}')]
+    assert (int8[1].before, int8[1].after) == ("the key is 0", "the lock is 0")
 
 
 def test_texts_from_outside_are_shown_and_do_nothing(tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_the_page_may_run_no_scripts_and_request_nothing(page: str) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_secrets_are_masked_before_answers_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_masked_in_prompts_answers_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_PASSWORD", "hunter two words")
     of = rows(3, baseline_generation="say hunter two words", candidate_generation="say hunter and three words, api_key=abcdef")
     leaking = exhibit(tmp_path, "fp8", of, prompt="hunter two words")
