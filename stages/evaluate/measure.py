@@ -48,8 +48,6 @@ class ScoredSample:
 
     encoded: EncodedSample
     result: SampleResult
-    folder: ResultFolder
-    """Holds the log-probabilities of the result."""
     answer: JudgedAnswer | None = None
     """The engine's answer; None if the sample is not judged."""
 
@@ -100,19 +98,18 @@ def measure(
         comparer = SequenceComparer(engine, reference.with_limits_of(None if known is None else known.conformance))
         chosen = set(spread(items, config.conformance_samples))
         comparison = ForcedDecodeComparison(comparer, items, chosen, config.batch_size, label)
-    folder = ResultFolder(out / UNFINISHED / "references")
+    folder = ResultFolder(out / UNFINISHED)
     repeated = {item.sample.id for item in repeated_samples(items, config)}
     run = partial(run_samples, engine, batch_size=config.batch_size, logprobs=logprobs)
     observe = None if comparison is None else comparison.take
     results = run(items, progress=label, stopping=stopping, folder=folder, repeated=repeated, observe=observe)
-    samples = [ScoredSample(item, result, folder) for item, result in zip(items, results, strict=True)]
+    samples = [ScoredSample(item, result) for item, result in zip(items, results, strict=True)]
     for sample in samples:
         sample.read_answer(tokenizer, stopping)
     if baseline is None:
-        run_again = partial(run, progress=prefix_labels(label, "own answers: "))
-        score_own_answers(samples, stopping, out / UNFINISHED / "own", run_again)
-    recorded = (sample for sample in samples if logprobs is None or sample.name in repeated)
-    write_logprobs(out / LOGPROBS, ((sample.name, sample.folder.logprobs(sample.result.sample)) for sample in recorded))
+        score_own_answers(samples, stopping, partial(run, progress=prefix_labels(label, "own answers: ")))
+    recorded = [(sample.name, sample.result.logprobs) for sample in samples if sample.result.logprobs is not None]
+    write_logprobs(out / LOGPROBS, recorded)
     result = _result(engine, samples, known, config, stopping, label)
     result.conformance = _conformance(engine, comparison, config, label)
     result.rounding = None if reference is None else reference.assumed_rounding
@@ -196,10 +193,10 @@ def run_samples(
             statistics = collect_statistics(scored.tokens)
             if logprobs is None and not np.isfinite(statistics.baseline_nll).all():
                 raise UserError(f"{BASELINE_NOT_FINITE} on sample {encoded[event.sample].sample.id}")
-            results[event.sample] = replace(event, statistics=statistics)
+            own = None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
+            results[event.sample] = replace(event, statistics=statistics, logprobs=own)
             if folder is not None:
-                own = None if scored.recorded is None else SampleLogProbs.concatenate(scored.recorded)
-                folder.save(results[event.sample], own)
+                folder.save(results[event.sample])
         if decoded < total:
             progress("forced decode [tokens]", decoded, total)
         else:
@@ -248,23 +245,20 @@ UNLIKELY = 0.1
 
 
 def score_own_answers(
-    samples: Sequence[ScoredSample], stopping: StoppingCriteria, unfinished: Path, run: Callable[..., list[SampleResult]]
+    samples: Sequence[ScoredSample], stopping: StoppingCriteria, run: Callable[..., list[SampleResult]]
 ) -> None:
     """Replace a sample's reference by the baseline's own right answer if that answer is likelier than the reference.
 
-    `run` is `run_samples` on the baseline, and `unfinished` the directory of its results.
+    `run` is `run_samples` on the baseline.
     """
     pairs = [(sample, item) for sample in samples if (item := with_own_answer(sample, stopping)) is not None]
     if not pairs:
         return
-    folder = ResultFolder(unfinished)
-    results = run([item for _, item in pairs], folder=folder)
-    for (sample, item), result in zip(pairs, results, strict=True):
+    for (sample, item), result in zip(pairs, run([item for _, item in pairs]), strict=True):
         if result.statistics.baseline_nll.sum() < sample.result.statistics.baseline_nll.sum():
             trace = Exercised.merged([sample.result.trace, result.trace])
             sample.result = replace(result, answer=sample.result.answer, trace=trace)
             sample.encoded = item
-            sample.folder = folder
 
 
 def with_own_answer(sample: ScoredSample, stopping: StoppingCriteria) -> EncodedSample | None:

@@ -49,6 +49,8 @@ class SampleResult:
     trace: Exercised
     statistics: StepStatistics = field(default_factory=lambda: collect_statistics([]))
     """Statistics of the sample's reference tokens; empty until the steps are scored."""
+    logprobs: SampleLogProbs | None = None
+    """The engine's own log-probabilities, if they are recorded."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,15 @@ class ResultFolder:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, result: SampleResult, logprobs: SampleLogProbs | None) -> None:
-        """Save the result of a sample, and the engine's own log-probabilities if they are recorded."""
+    def save(self, result: SampleResult) -> None:
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "statistics": np.stack(result.statistics),
             "trace": np.array(list(vars(result.trace).values()), np.int64),
         }
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
-        if logprobs is not None:
-            arrays |= vars(logprobs)
+        if result.logprobs is not None:
+            arrays |= vars(result.logprobs)
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
         (self.directory / f"{result.sample}-{hashlib.sha256(content).hexdigest()}.safetensors").write_bytes(content)
 
@@ -109,13 +110,9 @@ class ResultFolder:
                 answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
                 trace=Exercised(*arrays["trace"].tolist()),
                 statistics=StepStatistics(*arrays["statistics"]),
+                logprobs=SampleLogProbs(**{name: arrays[name] for name in LOGPROB_ARRAYS}) if "logp" in arrays else None,
             )
         return results
-
-    def logprobs(self, sample: int) -> SampleLogProbs:
-        (path,) = self.directory.glob(f"{sample}-*.safetensors")
-        arrays = load(path.read_bytes())
-        return SampleLogProbs(**{name: arrays[name] for name in LOGPROB_ARRAYS})
 
 
 class Round(BaseModel):

@@ -53,7 +53,7 @@ def test_a_round_resumes_with_missing_or_damaged_samples(
 ) -> None:
     with pytest.raises(fault):
         run(baseline, tmp_path, stop_at, fault)
-    saved = sorted((tmp_path / UNFINISHED).glob("*/*"))
+    saved = sorted((tmp_path / UNFINISHED).iterdir())
     assert bool(saved) == (stop_at > 1)
     if stop_at == 150:
         first, second, third, *saved = saved

@@ -12,7 +12,6 @@ from helpers.engines.fake import EOS, CharTokenizer, OnePassFake, fake_engine, s
 from helpers.verdicts.evaluations import brief_workloads, evaluate, measure_baseline
 
 from stages.core.records import Check, Sample
-from stages.evaluate.decoding.stored import read_round
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.joining import context_bin, fidelity
@@ -165,22 +164,3 @@ def test_the_limit_of_an_answer_comes_from_the_original_reference(tmp_path: Path
     evaluate(lambda: fake_engine(rambling), SAMPLES, tmp_path / "baseline", tmp_path / "report", config=CONFIG)
     answers = {row.id: row.candidate_generation for row in load_rows(tmp_path / "report")}
     assert {name: len(answers[name] or "") for name in RESCORED} == dict.fromkeys(RESCORED, len("The code is 00.") + 1 + 4)
-
-
-def test_an_interrupted_baseline_resumes_scoring_its_own_answers(tmp_path: Path) -> None:
-    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
-    measure_baseline(lambda: sharing_engine(ANSWERED), SAMPLES, uninterrupted, config=CONFIG)
-
-    def interrupt(label: str, done: int, total: int) -> None:
-        if "own answers" in label and len(RESCORED["s1"]) * 2 < done < total:  # s1 has ended
-            raise RuntimeError("interrupted")
-
-    with pytest.raises(RuntimeError):
-        measure_baseline(lambda: sharing_engine(ANSWERED), SAMPLES, resumed, config=CONFIG, progress=interrupt)
-    folders = {len(list(folder.glob("*.safetensors"))) for folder in (resumed / "unfinished").iterdir()}
-    assert folders == {len(SAMPLES), 1}
-    measure_baseline(lambda: sharing_engine(ANSWERED), SAMPLES, resumed, config=CONFIG)
-    for name in ("logprobs.safetensors", "statistics.safetensors"):
-        assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()
-    assert (read_round(resumed).answers, read_round(resumed).right_answers) == (read_round(uninterrupted).answers, RESCORED)
-    assert not (resumed / "unfinished").exists()
