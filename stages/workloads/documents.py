@@ -147,7 +147,7 @@ class Document:
         )
 
 
-def _facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
+def draw_facts(rng: random.Random, kind: str, count: int) -> list[Fact]:
     drawn = zip(*(draw(rng, count) for draw in DRAWS[kind]), strict=True)
     return [Fact(kind, key, tuple(values)) for key, *values in drawn]
 
@@ -162,7 +162,7 @@ def make_document(slot: Slot) -> Document:
     """Generate a document: facts in random order, then quotes with sentences from Python's documentation."""
     difficulty, rng = DIFFICULTIES[slot.index % len(DIFFICULTIES)], slot.rng("page")
     size = SIZES[difficulty]
-    by_kind = {kind: _facts(rng, kind, size.alike + size.stated * (kind in SINGLE)) for kind in DRAWS}
+    by_kind = {kind: draw_facts(rng, kind, size.alike + size.stated * (kind in SINGLE)) for kind in DRAWS}
     facts = [fact for alike in by_kind.values() for fact in alike[: size.alike]]
     examples = [by_kind[kind][0] for kind in SINGLE]
     stated = [fact for alike in by_kind.values() for fact in alike[size.alike :]]

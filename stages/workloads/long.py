@@ -15,7 +15,7 @@ from stages.core.records import Sample
 from stages.workloads import documentation
 from stages.workloads.config import LONG
 from stages.workloads.conversation import Message, Slot, Split, compact_json, words
-from stages.workloads.documents import HOMES, PLACES, RESIDENTS, VEHICLES, WARES, Fact
+from stages.workloads.documents import PLACES, VEHICLES, WARES, Fact, draw_facts
 
 KEYS = [*PLACES, *VEHICLES, *words("farm shop hotel bank school church museum station bridge garden")]
 """Words with a code. A model of 135M parameters confuses keys of two words, such as "red gate" and "blue gate"."""
@@ -45,8 +45,7 @@ def _records(rng: random.Random) -> _Records:
     keys = rng.sample(KEYS, CODES + 1)
     numbers = rng.sample(range(1000, 10_000), CODES + 1)
     *codes, stated = (Fact("code", key, (str(number),)) for key, number in zip(keys, numbers, strict=True))
-    names, places = rng.sample(RESIDENTS, OTHERS), rng.sample(HOMES, OTHERS)
-    homes = [Fact("home", name, (place,)) for name, place in zip(names, places, strict=True)]
+    homes = draw_facts(rng, "home", OTHERS)
     wares = [
         compact_json({"ware": ware, "euros": rng.randrange(100, 1000), "kilos": rng.randrange(10, 100)})
         for ware in rng.sample(WARES, OTHERS)

@@ -25,11 +25,8 @@ def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
     enclosing = [(tokens[i], i) for i in (begin, end) if i is not None]
     if enclosing:
         first, last = ([tokens[i]] if i is not None else [] for i in (begin, end))
-        pair = [f"{token}:1" for token in first] + ["$B:1"] + [f"{token}:1" for token in last]
-        single = [*first, "$A", *last]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, pair=[*single, *pair], special_tokens=list(dict(enclosing).items())
-        )
+        single, special_tokens = [*first, "$A", *last], list(dict(enclosing).items())
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special_tokens)
     else:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.save(str(out / "tokenizer.json"))
