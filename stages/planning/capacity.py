@@ -88,14 +88,6 @@ class CapacityConfig(StrictModel):
         return int(Fraction(str(self.ceiling)) * amount)
 
 
-def pages_of_ends(tokens: int, first: int, latest: int | None) -> set[int]:
-    """Return the pages of a sequence that hold its `first` and `latest` tokens; without `latest`, all pages."""
-    pages = range(page_count(tokens))
-    if latest is None:
-        return set(pages)
-    return {*pages[: page_count(min(first, tokens))], *pages[max(0, tokens - latest) // PAGE_TOKENS :]}
-
-
 class SequenceCost:
     """Bytes of sequences under one policy, on one GPU."""
 
@@ -104,20 +96,15 @@ class SequenceCost:
 
         `shares_pages`: whether all layers keep equal pages.
         """
-        windows = shape.windows or (None,) * shape.layers
-        if shares_pages and policy.eviction is None:
-            windows = (policy.latest_tokens(shape),) * shape.layers
         self.policy = policy
         self.shared_pages = shared_prefix // PAGE_TOKENS
         self.exact_bytes = policy.exact_bytes(shape, 1)
-        evicting: tuple[int, int | None] = (0, None)
-        if policy.eviction is not None:
-            # H2O's heavy tokens may lie anywhere. Their pages are counted as if they were first tokens.
-            evicting = (policy.eviction.sink_tokens + policy.eviction.heavy_tokens, policy.eviction.window_tokens)
-        self.page_bytes: dict[tuple[int, int | None], list[int]] = {}
-        """(first, latest) tokens -> bytes of a page and of its copy in the window, summed over the layers that keep it."""
-        for layer, window in enumerate(windows):
-            sizes = self.page_bytes.setdefault(evicting if window is None else (0, window), [0, 0])
+        self.page_bytes: dict[KVShape, list[int]] = {}
+        """Shape of layers that keep equal pages -> bytes of a page and of its copy in the window, summed over these layers."""
+        for layer in range(shape.layers):
+            window = shape.window(layer)
+            alone = replace(shape, layers=1, windows=() if window is None else (window,))
+            sizes = self.page_bytes.setdefault(shape if shares_pages else alone, [0, 0])
             for side, form in policy.sides(layer).items():
                 sizes[side.in_window] += PAGE_TOKENS * shape.kv_heads * form.token_bytes(shape.head_dim)
 
@@ -131,8 +118,11 @@ class SequenceCost:
 
     def _bytes(self, tokens: int, *, shared: bool) -> int:
         total, window = 0, page_count(tokens) - self.policy.window_pages(tokens)
-        for (first, latest), (size, copy_size) in self.page_bytes.items():
-            pages = [page for page in pages_of_ends(tokens, first, latest) if (page < self.shared_pages) is shared]
+        for shape, (size, copy_size) in self.page_bytes.items():
+            evicted = self.policy.evicted_pages(tokens, shape)
+            # H2O's heavy tokens may lie anywhere. Their pages are counted as if they were first pages.
+            count = self.policy.kept_pages(tokens, shape) + len(evicted)
+            pages = [page for page in range(count) if page not in evicted and (page < self.shared_pages) is shared]
             total += len(pages) * size + sum(page >= window for page in pages) * copy_size
         return total
 
