@@ -4,7 +4,7 @@ While a round runs, `unfinished/` in its directory holds the results of finished
 """
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,26 +40,6 @@ from stages.workloads.config import WorkloadsConfig
 
 UNFINISHED = "unfinished"
 BASELINE_NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
-
-
-@dataclass
-class ScoredSample:
-    """A sample with the reference that was scored, and its result."""
-
-    encoded: EncodedSample
-    result: SampleResult
-    answer: JudgedAnswer | None = None
-    """The engine's answer; None if the sample is not judged."""
-
-    @property
-    def name(self) -> str:
-        return self.encoded.sample.id
-
-    def read_answer(self, tokenizer: BundleTokenizer, stopping: StoppingCriteria) -> None:
-        tokens = self.result.answer
-        if tokens is not None:
-            text = tokenizer.text(stopping.without_stop(tokens))
-            self.answer = JudgedAnswer(text, judge(self.encoded.sample, text), tokens)
 
 
 def measure(
@@ -98,23 +78,29 @@ def measure(
         comparer = SequenceComparer(engine, reference.with_limits_of(None if known is None else known.conformance))
         chosen = set(spread(items, config.conformance_samples))
         comparison = ForcedDecodeComparison(comparer, items, chosen, config.batch_size, label)
-    folder = ResultFolder(out / UNFINISHED)
     repeated = {item.sample.id for item in repeated_samples(items, config)}
     run = partial(run_samples, engine, batch_size=config.batch_size, logprobs=logprobs)
+    folder = ResultFolder(out / UNFINISHED)
     observe = None if comparison is None else comparison.take
     results = run(items, progress=label, stopping=stopping, folder=folder, repeated=repeated, observe=observe)
-    samples = [ScoredSample(item, result) for item, result in zip(items, results, strict=True)]
-    for sample in samples:
-        sample.read_answer(tokenizer, stopping)
+    answers = judge_answers(items, results, tokenizer, stopping)
     if baseline is None:
-        score_own_answers(samples, stopping, partial(run, progress=prefix_labels(label, "own answers: ")))
-    recorded = [(sample.name, sample.result.logprobs) for sample in samples if sample.result.logprobs is not None]
-    write_logprobs(out / LOGPROBS, recorded)
-    result = _result(engine, samples, known, config, stopping, label)
-    result.conformance = _conformance(engine, comparison, config, label)
-    result.rounding = None if reference is None else reference.assumed_rounding
-    result.scale_changes = changes
-    result.write(out)
+        items, results = score_own_answers(items, results, answers, stopping, run, label)
+    scored = {item.sample.id: result for item, result in zip(items, results, strict=True)}
+    write_logprobs(out / LOGPROBS, {name: result.logprobs for name, result in scored.items() if result.logprobs is not None})
+    if config.speculation is not None:
+        answers = count_drafts(answers, items, config.speculation, stopping, label, {} if known is None else known.answers)
+    Round(
+        policy=engine.policy.name,
+        takes_effect=engine.policy.takes_effect,
+        coverage=Exercised.merged([result.trace for result in results]),
+        conformance=_conformance(engine, comparison, config, label),
+        rounding=None if reference is None else reference.assumed_rounding,
+        scale_changes=changes,
+        right_answers={item.sample.id: list(item.reference) for item in items if item.replaced and known is None},
+        answers=answers,
+        statistics={name: result.statistics for name, result in scored.items()},
+    ).write(out)
     shutil.rmtree(out / UNFINISHED)
 
 
@@ -215,65 +201,59 @@ def _conformance(
     return comparison.result()
 
 
-def _result(
-    engine: Engine,
-    samples: Sequence[ScoredSample],
-    known: Round | None,
-    config: WorkloadsConfig,
-    stopping: StoppingCriteria,
-    progress: Progress,
-) -> Round:
-    """Return the measurements of the samples; the caller adds conformance, rounding and scale changes.
-
-    `known`: the baseline's round; None for the baseline itself.
-    """
-    scored = [sample.encoded for sample in samples]
-    others = () if known is None else [known.answers.get(sample.name) for sample in samples]
-    answers = count_drafts([sample.answer for sample in samples], scored, config.speculation, stopping, progress, others)
-    return Round(
-        policy=engine.policy.name,
-        takes_effect=engine.policy.takes_effect,
-        coverage=Exercised.merged([sample.result.trace for sample in samples]),
-        right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and known is None},
-        answers={sample.name: answer for sample, answer in zip(samples, answers, strict=True) if answer is not None},
-        statistics={sample.name: sample.result.statistics for sample in samples},
-    )
-
-
 UNLIKELY = 0.1
 """Probability of a reference below which the baseline's own right answer may be scored instead."""
 
 
+def judge_answers(
+    items: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: BundleTokenizer, stopping: StoppingCriteria
+) -> dict[str, JudgedAnswer]:
+    """Return the engine's answers to the judged samples, by sample id."""
+    answers = {}
+    for item, result in zip(items, results, strict=True):
+        if result.answer is not None:
+            text = tokenizer.text(stopping.without_stop(result.answer))
+            answers[item.sample.id] = JudgedAnswer(text, judge(item.sample, text), result.answer)
+    return answers
+
+
 def score_own_answers(
-    samples: Sequence[ScoredSample], stopping: StoppingCriteria, run: Callable[..., list[SampleResult]]
-) -> None:
+    items: Sequence[EncodedSample],
+    results: Sequence[SampleResult],
+    answers: Mapping[str, JudgedAnswer],
+    stopping: StoppingCriteria,
+    run: Callable[..., list[SampleResult]],
+    progress: Progress,
+) -> tuple[list[EncodedSample], list[SampleResult]]:
     """Replace a sample's reference by the baseline's own right answer if that answer is likelier than the reference.
 
-    `run` is `run_samples` on the baseline.
+    Return the samples with the scored references, and their results. `run` is `run_samples` on the baseline.
     """
-    pairs = [(sample, item) for sample in samples if (item := with_own_answer(sample, stopping)) is not None]
-    if not pairs:
-        return
-    for (sample, item), result in zip(pairs, run([item for _, item in pairs]), strict=True):
-        if result.statistics.baseline_nll.sum() < sample.result.statistics.baseline_nll.sum():
-            trace = Exercised.merged([sample.result.trace, result.trace])
-            sample.result = replace(result, answer=sample.result.answer, trace=trace)
-            sample.encoded = item
+    scored, scores = list(items), list(results)
+    candidates = {
+        i: own
+        for i, (item, result) in enumerate(zip(items, results, strict=True))
+        if (own := with_own_answer(item, result, answers.get(item.sample.id), stopping)) is not None
+    }
+    rescored = run(list(candidates.values()), progress=prefix_labels(progress, "own answers: "))
+    for (i, item), result in zip(candidates.items(), rescored, strict=True):
+        if result.statistics.baseline_nll.sum() < scores[i].statistics.baseline_nll.sum():
+            trace = Exercised.merged([scores[i].trace, result.trace])
+            scored[i], scores[i] = item, replace(result, sample=i, answer=scores[i].answer, trace=trace)
+    return scored, scores
 
 
-def with_own_answer(sample: ScoredSample, stopping: StoppingCriteria) -> EncodedSample | None:
+def with_own_answer(
+    item: EncodedSample, result: SampleResult, answer: JudgedAnswer | None, stopping: StoppingCriteria
+) -> EncodedSample | None:
     """Return the sample with the baseline's own answer as its reference; None if it is wrong, or if the reference is likely.
 
     A sample with scored `results` keeps its reference, because the token ranges of the results are unknown in another answer.
     """
-    encoded = sample.encoded
-    answer = sample.answer
-    if answer is None or not answer.correct or encoded.results:
+    if answer is None or not answer.correct or item.results or probability(result.statistics.baseline_nll, item) >= UNLIKELY:
         return None
-    if probability(sample.result.statistics.baseline_nll, encoded) >= UNLIKELY:
-        return None
-    own_answer = stopping.with_stop(answer.tokens, encoded)
-    return encoded.with_answer(own_answer) if tuple(own_answer) != encoded.reference else None
+    own_answer = stopping.with_stop(answer.tokens, item)
+    return item.with_answer(own_answer) if tuple(own_answer) != item.reference else None
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:

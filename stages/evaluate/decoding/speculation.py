@@ -19,7 +19,7 @@ Both engines' answers are counted, each with the proposals for its own text. The
 several drafted tokens yields the same tokens as single decode steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -91,30 +91,28 @@ def draft_tokens(draft: TorchEngine, prompt: Sequence[int], answer: Sequence[int
 
 
 def count_drafts(
-    answers: Sequence[JudgedAnswer | None],
+    answers: Mapping[str, JudgedAnswer],
     encoded: Sequence[EncodedSample],
-    config: SpeculationConfig | None,
+    config: SpeculationConfig,
     stopping: StoppingCriteria,
     progress: Progress,
-    known: Sequence[JudgedAnswer | None] = (),
-) -> list[JudgedAnswer | None]:
-    """Return the answers with the number of target passes for each drafter; unchanged if `config` is None.
+    known: Mapping[str, JudgedAnswer],
+) -> dict[str, JudgedAnswer]:
+    """Return the answers, by sample id, with the number of target passes for each drafter.
 
     `known`: the other engine's answers with their passes, which are reused for equal answers.
     """
-    if config is None:
-        return list(answers)
     drafters: dict[str, Drafter] = {"lookup": lookup_passes}
     if config.draft is not None:
         drafters["draft"] = partial(draft_passes, load_draft(config.draft))
-    drafted = list(answers)
-    for i, (answer, item) in enumerate(zip(answers, encoded, strict=True)):
-        earlier = known[i] if known else None
-        if answer is not None and earlier is not None and earlier.tokens == answer.tokens:
-            drafted[i] = replace(answer, passes=earlier.passes)
-        elif answer is not None:
-            tokens = stopping.with_stop(answer.tokens, item)
-            passes = {name: (len(tokens), count(item.prompt, tokens)) for name, count in drafters.items()}
-            drafted[i] = replace(answer, passes=passes)
-        progress("speculation [answers]", i + 1, len(answers))
+    items, drafted = {item.sample.id: item for item in encoded}, dict[str, JudgedAnswer]()
+    for name, answer in answers.items():
+        earlier = known.get(name)
+        if earlier is not None and earlier.tokens == answer.tokens:
+            passes = earlier.passes
+        else:
+            tokens = stopping.with_stop(answer.tokens, items[name])
+            passes = {drafter: (len(tokens), count(items[name].prompt, tokens)) for drafter, count in drafters.items()}
+        drafted[name] = replace(answer, passes=passes)
+        progress("speculation [answers]", len(drafted), len(answers))
     return drafted

@@ -12,7 +12,7 @@ Legend: B = rows, V = vocab_size, K = kept tokens. Sums are in float64, because 
 near 1. Exponentials over the vocabulary are in float32, because they affect only the mass of the rest.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -191,8 +191,9 @@ def truncate_row(distributions: Distributions, row: int, token: int) -> LogProbs
     return LogProbs(tokens=tokens.astype(ids), logp=logp, rest=split.rest, reference=float(logits[token]) - split.log_sum)
 
 
-def write_logprobs(path: Path, samples: Iterable[tuple[str, SampleLogProbs]]) -> None:
-    save_file({f"{name}/{array}": getattr(sample, array) for name, sample in samples for array in LOGPROB_ARRAYS}, str(path))
+def write_logprobs(path: Path, samples: Mapping[str, SampleLogProbs]) -> None:
+    arrays = {f"{name}/{array}": getattr(sample, array) for name, sample in samples.items() for array in LOGPROB_ARRAYS}
+    save_file(arrays, str(path))
 
 
 def stored_logprobs(path: Path) -> LogProbsReader:

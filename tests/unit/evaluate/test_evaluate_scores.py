@@ -112,7 +112,7 @@ def test_logprobs_are_stored_and_read_by_sample(vocab: int, dtype: type, tmp_pat
     distributions = Distributions(logits)
     recorded = [truncate_row(distributions, row, 4) for row in range(5)]
     path = tmp_path / "logprobs.safetensors"
-    write_logprobs(path, [("a/b", SampleLogProbs.concatenate(recorded)), ("c", SampleLogProbs.concatenate(recorded[:1]))])
+    write_logprobs(path, {"a/b": SampleLogProbs.concatenate(recorded), "c": SampleLogProbs.concatenate(recorded[:1])})
     stored = stored_logprobs(path)("a/b")
     assert stored.tokens.dtype == dtype
     for position, written in enumerate(recorded):
