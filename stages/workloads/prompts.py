@@ -119,10 +119,8 @@ def text_after_answer(tokenizer: Any) -> str:
 def _fold_system(messages: Sequence[Message]) -> list[Message]:
     folded: list[Message] = []
     for role, content in messages:
-        if role == "user" and folded and folded[-1][0] == "system":
-            folded[-1] = ("user", f"{folded[-1][1]}\n\n{content}")
-        elif role == "system" and folded and folded[-1][0] == "system":
-            folded[-1] = ("system", f"{folded[-1][1]}\n\n{content}")
+        if folded and folded[-1][0] == "system" and role in ("user", "system"):
+            folded[-1] = (role, f"{folded[-1][1]}\n\n{content}")
         else:
             folded.append((role, content))
     return folded

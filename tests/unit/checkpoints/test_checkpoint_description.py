@@ -28,14 +28,8 @@ from stages.core.digest import file_digest
 from stages.core.errors import UserError
 from stages.engines.reference.model import round_inputs
 from stages.engines.trtllm.backend import target_refusal
-from stages.policies.policy import SIDES, KVShape, Side
+from stages.policies.policy import SIDES, Side
 from stages.quantize.materialize import checkpoint_scales, copy_without_scales, write_dequantized, write_plain
-
-
-def test_head_dim_and_kv_heads_have_defaults(tmp_path: Path) -> None:
-    assert inspect_checkpoint(make(tmp_path)).shape == KVShape(layers=3, kv_heads=2, head_dim=32)
-    assert inspect_checkpoint(make(tmp_path, head_dim=64)).shape.head_dim == 64
-    assert inspect_checkpoint(make(tmp_path, num_key_value_heads=None)).shape.kv_heads == 4
 
 
 @pytest.mark.parametrize(

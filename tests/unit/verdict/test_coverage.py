@@ -30,15 +30,7 @@ from stages.evaluate.decoding.system import wrong_allocation
 from stages.evaluate.inputs.tokens import encode
 from stages.policies.policy import Side
 from stages.policies.scales import LayerDelivery, ScaleChangeKind, describe_changes, scale_changes
-from stages.verdict.conformance import (
-    ALLOWED,
-    ComparedRequest,
-    Deviation,
-    Distance,
-    EngineConformance,
-    allowed,
-    allowed_in_layer,
-)
+from stages.verdict.conformance import ALLOWED, Deviation, Distance, EngineConformance, allowed, allowed_in_layer
 from stages.verdict.coverage import Exercised, Limits
 
 SAMPLES = [
@@ -49,18 +41,10 @@ SAMPLES = [
 
 
 def exercised() -> Exercised:
+    """Return the coverage of SAMPLES. The wrong answer is not the reference, and continues up to its limit: 11 tokens."""
     items = encode(SAMPLES, CharTokenizer(), 9)
     events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, StoppingCriteria((EOS,), 4))
     return Exercised.merged([event.trace for event in events if isinstance(event, SampleResult)])
-
-
-def test_decoding_records_lengths_batches_and_forks() -> None:
-    coverage = exercised()
-    assert coverage.longest_context == 62 + len("answer")
-    # the answer differs from the reference and continues up to its limit
-    assert coverage.longest_decode == len("abcdef") + 1 + 4
-    assert coverage.batch == 2
-    assert coverage.forks == 1
 
 
 def test_free_answers_that_contradict_forced_decode_are_reported() -> None:
@@ -263,26 +247,23 @@ def distance(kl: float, layers: tuple[float, ...] = ()) -> Distance:
     return Distance(kl_mean=kl, kl_max=kl, stored_error=0.0, stored_by_layer=layers)
 
 
-def request(engine: Distance, rounding: Distance) -> ComparedRequest:
-    return ComparedRequest(sample="a", prompt_tokens=4, decoded_tokens=2, engine=engine, rounding=rounding)
-
-
 def test_the_rounding_is_measured_on_the_baseline() -> None:
     """The baseline's KL is 1/16 of the assumed KL, so its rounding is 1/4."""
-    compared = [request(distance(1e-5), distance(1.6e-4)), request(distance(1e-6), distance(1.6e-4))]
-    baseline = EngineConformance(policy="fp16", requests=compared)
+    assumed = distance(1.6e-4)
+    baseline = engine_conformance(*(compared(engine=distance(kl), rounding=assumed) for kl in (1e-5, 1e-6)))
     reference = ReferenceEngine(None, ROUNDING["bfloat16"], measures_rounding=True)  # type: ignore[arg-type]
     assert reference.rounding == ROUNDING["bfloat16"]
     assert reference.with_limits_of(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
-    exact = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
+    exact = engine_conformance(compared(engine=distance(0.0), rounding=assumed))
     assert reference.with_limits_of(exact).rounding == ROUNDING["bfloat16"] * MIN_MEASURED
-    assumed = ReferenceEngine(None, ROUNDING["bfloat16"])  # type: ignore[arg-type]
-    assert assumed.with_limits_of(baseline).rounding == assumed.rounding
+    unmeasured = ReferenceEngine(None, ROUNDING["bfloat16"])  # type: ignore[arg-type]
+    assert unmeasured.with_limits_of(baseline).rounding == unmeasured.rounding
 
 
 def test_a_layer_with_twice_the_16_bit_storage_error_deviates() -> None:
     rounding = distance(1e-4, (0.004, 0.010))
-    sound, truncating = (request(distance(1e-4, layers), rounding) for layers in ((0.001, 0.003), (0.0255, 0.0255)))
+    engines = (distance(1e-4, layers) for layers in ((0.001, 0.003), (0.0255, 0.0255)))
+    sound, truncating = (compared(engine=engine, rounding=rounding) for engine in engines)
     assert sound.times_allowed(4.0) < 1
     assert truncating.times_allowed(4.0) == pytest.approx(0.0255 / allowed_in_layer(0.004))
     assert truncating.times_allowed(4.0) > 3

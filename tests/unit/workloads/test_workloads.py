@@ -127,7 +127,6 @@ def test_a_weak_baseline_is_refused_with_its_wrong_answers() -> None:
 
 
 CHATS = 36
-each_question = pytest.mark.parametrize("name", list(QUESTIONS))
 
 
 def page_of(sample: Sample) -> str:
@@ -141,7 +140,7 @@ def stated_in(sample: Sample) -> str:
     return "\n".join([page_of(sample), *statements])
 
 
-@each_question
+@pytest.mark.parametrize("name", list(QUESTIONS))
 def test_distractors_are_wrong_and_examples_do_not_contain_the_answer(name: str) -> None:
     samples = generate(name, CHATS, 0)
     for sample in samples:
