@@ -32,7 +32,6 @@ from stages.engines.vllm.config import VllmConfig
 from stages.planning.capacity import Capacity, measure_capacity
 from stages.planning.recommend import Judged, Recommendation, recommend
 from stages.policies.policy import FP16_POLICY, KVPolicy, KVShape, whole_pages
-from stages.verdict.coverage import Exercised
 from stages.verdict.gates.decide import decide
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
@@ -207,8 +206,6 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
     workloads = None
     with suppress(UserError):  # the user's file is missing
         workloads = requested_workloads(evidence)
-    stress = report.tests.stress
-    exercised = report.coverage or Exercised()
     kl_mean = report.overall.fidelity.kl_mean
     return replace(
         judged,
@@ -217,8 +214,6 @@ def _read_judged(config: Config, model: KVShape, files: dict[str, str], director
         times_needed=verdict.samples_needed / report.samples,
         workloads=workloads,
         limits=report.limits,
-        longest_decode=exercised.longest_decode,
-        forks=exercised.forks + (stress.forks if stress is not None else 0),
         kl_mean=kl_mean if kl_mean is not None else float("inf"),
     )
 

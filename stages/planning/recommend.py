@@ -21,7 +21,7 @@ from stages.core.strict import StrictModel
 from stages.engines.config import is_least_preferred
 from stages.planning.capacity import Capacity, CapacityConfig, PolicyCapacity
 from stages.policies.policy import KVPolicy, whole_pages
-from stages.verdict.coverage import Limits
+from stages.verdict.coverage import FORKS, Limits
 from stages.verdict.verdict import MAX_ATTEMPTS, Status
 from stages.workloads.config import WorkloadsConfig
 
@@ -49,10 +49,6 @@ class Judged:
     workloads: WorkloadsConfig | None = None
     """Configuration of its samples; None if it is unknown."""
     limits: Limits | None = None
-    longest_decode: int = 0
-    """Maximum number of tokens that a sample decoded."""
-    forks: int = 0
-    """Forks of sequences, by samples and by the stress test."""
     kl_mean: float = float("inf")
 
 
@@ -192,12 +188,13 @@ def _find_gaps(evidence: Judged, use: CapacityConfig) -> list[str]:
         missing.append(
             f"covered up to {tokens:,} tokens and {use.longest:,} are needed: workloads.lengths=[{whole_pages(use.longest)}]"
         )
-    if evidence.longest_decode < use.new_tokens:
+    decoded = evidence.limits.decoded or 0
+    if decoded < use.new_tokens:
         missing.append(
-            f"no sample decoded more than {evidence.longest_decode:,} tokens and answers of {use.new_tokens:,} are needed: "
+            f"no sample decoded more than {decoded:,} tokens and answers of {use.new_tokens:,} are needed: "
             f"ask your own questions with such references (workloads=jsonl), with workloads.max_scored_tokens={use.new_tokens}"
         )
-    if use.shared_prefix_tokens and not evidence.forks:
+    if use.shared_prefix_tokens and FORKS not in evidence.limits.features:
         missing.append("no shared prefix was exercised: give samples a common document")
     if batch < use.concurrency:
         missing.append(

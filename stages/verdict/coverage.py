@@ -42,6 +42,10 @@ class Exercised:
         return Exercised(**largest, forks=sum(part.forks for part in parts))
 
 
+FORKS = "forks"
+"""Feature of `Limits`: sequences were forked, as requests with a shared prefix are."""
+
+
 class Limits(Record):
     """Limits that a verdict covers, or that a bundle imposes on its engine; null means no limit."""
 

@@ -14,7 +14,7 @@ from stages.core.records import Number, Record
 from stages.policies.policy import PAGE_TOKENS, whole_pages
 from stages.policies.scales import ScaleChange
 from stages.verdict.conformance import Conformance
-from stages.verdict.coverage import Exercised, Limits
+from stages.verdict.coverage import FORKS, Exercised, Limits
 
 REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
@@ -339,7 +339,7 @@ class EvaluationReport(Record):
         as_long = whole_pages(stress.together) >= whole_pages(samples.longest_context)
         features = (
             ("turns", stress.turns),
-            ("forks", stress.forks + samples.forks),
+            (FORKS, stress.forks + samples.forks),
             ("a full pool", stress.preempted + (full_pool.preempted if full_pool is not None else 0)),
         )
         changes = {

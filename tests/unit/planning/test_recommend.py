@@ -37,6 +37,11 @@ def capacity(*overrides: str) -> Capacity:
     return measure_capacity("some-llm", MODEL, config, "none", labelled([]), shares_pages=True)
 
 
+def covering(**changes: object) -> Limits:
+    """Return the limits of an evaluation with samples of 900 tokens, with `changes`."""
+    return Limits(tokens=900, batch=32, decoded=192, features=("forks",)).model_copy(update=changes)
+
+
 def judged(policy: str, **changes: object) -> Judged:
     """Return an engine that passed on samples of 900 tokens."""
     passed = Judged(
@@ -46,9 +51,7 @@ def judged(policy: str, **changes: object) -> Judged:
         backend="onnxruntime",
         engine_digest=f"engine of {policy}",
         status="PASS",
-        limits=Limits(tokens=900, batch=32),
-        longest_decode=192,
-        forks=8,
+        limits=covering(),
         kl_mean=0.01,
     )
     return replace(passed, **changes)  # type: ignore[arg-type]
@@ -79,9 +82,9 @@ CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
         "fp8",
         {"int8": "but fewer live tokens", "int4": "FAIL: copy: 16 lost", "int4_tensor": "no evidence"},
     ),
-    "a covered page counts to its end": ([judged("fp8", limits=Limits(tokens=897, batch=8))], [], "fp8", {}),
+    "a covered page counts to its end": ([judged("fp8", limits=covering(tokens=897, batch=8))], [], "fp8", {}),
     "a page beyond it does not": (
-        [judged("fp8", limits=Limits(tokens=896, batch=8))], [], None, {"fp8": "covered up to 896 tokens"}),
+        [judged("fp8", limits=covering(tokens=896, batch=8))], [], None, {"fp8": "covered up to 896 tokens"}),
     "a fail of the same engine outweighs every pass of it": (
         [FAILED, judged("fp8", made=2.0)], [], None, {"fp8": "FAIL: worse"}),
     "the engine that was judged last counts": ([OLD, judged("fp8", made=2.0)], [], "fp8", {}),
@@ -89,7 +92,7 @@ CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
     "evidence of another use does not count": (
         [judged("fp8", problem="of another model")], [], None, {"fp8": "no evidence that counts: of another model"}),
     "a policy without room for the requests is passed over": (
-        [judged("fp16"), judged("fp8", limits=Limits(tokens=900, batch=2000))],
+        [judged("fp16"), judged("fp8", limits=covering(batch=2000))],
         ["capacity.concurrency=700"],
         "fp8",
         {"fp16": "admits 382 of 700 requests at once"},
@@ -116,8 +119,8 @@ LONG = config_of("workloads.lengths=[2048]").workloads
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are needed: workloads.lengths=[960]"),
-        ({"limits": Limits(tokens=900, batch=4)}, [], "batch 4 and 8 requests at once are needed: workloads.batch_size=8"),
+        ({"limits": covering(tokens=800)}, [], "covered up to 800 tokens and 900 are needed: workloads.lengths=[960]"),
+        ({"limits": covering(batch=4)}, [], "batch 4 and 8 requests at once are needed: workloads.batch_size=8"),
         ({"status": "INCONCLUSIVE"}, [], "judge it again with gates.attempt=2"),
         ({"status": "INCONCLUSIVE", "times_needed": 2.0, "workloads": LONG}, [], "with workloads.length_documents=30 gates.at"),
         (
@@ -127,8 +130,8 @@ LONG = config_of("workloads.lengths=[2048]").workloads
         ),
         ({"status": "INCONCLUSIVE", "attempt": 20}, [], "gates.attempt=20 was the last attempt"),
         ({"limits": None}, [], "its report records no limits"),
-        ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are needed"),
-        ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),
+        ({"limits": covering(decoded=100)}, [], "no sample decoded more than 100 tokens and answers of 128 are needed"),
+        ({"limits": covering(features=())}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),
     ],
 )
 def test_an_insufficient_pass_names_the_missing_keys(changes: dict[str, object], overrides: list[str], expected: str) -> None:
