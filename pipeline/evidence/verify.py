@@ -51,6 +51,7 @@ BOUND_TOLERANCE = 1e-9
 
 SAMPLES_CHECK = "samples, made again"
 VERDICT_CHECK = "verdict, decided again"
+RESTORE = "restore the file, or judge it again with stage=evaluate"
 
 
 def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
@@ -94,6 +95,9 @@ def registered_engine(
             f"{version} has no evidence in this workdir; judge it with stage=evaluate, or give the workdir that judged it"
         )
     evidence, report = _read(directories[version.identity_digest], version)
+    altered = first_refusal(_check_report(evidence))
+    if gates is not None and altered is not None:  # without gates the replay refuses it
+        raise GateRefusal(f"{version}: {altered}; {RESTORE}")
     candidate = evidence.candidate(version.tags.get("kv", evidence.identity.policy))
     record = dict[str, Any]()
     with suppress(UserError):  # the replay reports a bundle that cannot be read
@@ -124,7 +128,7 @@ def _read(directory: Path, version: Version) -> tuple[Evidence, EvaluationReport
     except UserError as error:  # perhaps an older kvgate judged it
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     if evidence.report is None:
-        raise GateRefusal(f"{version}: its report is missing, or cannot be read")
+        raise GateRefusal(f"{version}: its report is missing, or cannot be read; {RESTORE}")
     return evidence, evidence.report
 
 
@@ -161,15 +165,20 @@ def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool
 def replay_record(evidence: Evidence) -> list[Finding]:
     """Check what needs neither the engine nor its libraries: the digest of the identity, the chain, and the report."""
     identity, report = evidence.identity, evidence.report
-    report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
-    findings = [*_check_seal(evidence.directory), *lineage(identity)]
-    findings += _check_files("report", evidence.directory, report_files, only=True)
-    if evidence.problem is not None:
-        findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
+    findings = [*_check_seal(evidence.directory), *lineage(identity), *_check_report(evidence)]
     if report is not None:
         findings.append(_compare("report cites the engine", report.engine_digest, identity.link("engine").digest))
         findings.append(_compare("report cites the baseline", report.baseline_digest, identity.link("baseline").digest))
         findings.append(_compare("policy", identity.policy, report.policy))
+    return findings
+
+
+def _check_report(evidence: Evidence) -> list[Finding]:
+    files = evidence.identity.link("evaluation").files
+    recorded = {name: files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
+    findings = _check_files("report", evidence.directory, recorded, only=True)
+    if evidence.problem is not None:
+        findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
     return findings
 
 

@@ -27,7 +27,7 @@ from pipeline.config.config import ClassName, MonitorConfig
 from pipeline.registry.moves import Move, make_moves, route_back, route_of
 from pipeline.registry.promotion import ROLLED_BACK_AT, Engines, RegisteredEngine, live_tokens
 from pipeline.registry.tracking import RegisteredModel
-from stages.core.errors import GateRefusal, MissingRequirement, UserError
+from stages.core.errors import GateRefusal, MissingRequirement, UserError, short
 from stages.core.strict import StrictModel, Unreadable, absolute_path, first_problem, parse_json, read_file
 from stages.policies.policy import KVPolicy, Side
 from stages.workloads.config import Workload
@@ -339,11 +339,14 @@ def monitor(engines: Engines, limits: MonitorConfig) -> Iterator[str]:
 
 def _check_classes(model: RegisteredModel, snapshot: Snapshot, where: str) -> None:
     """Refuse a snapshot with a class without a route, or of an unknown version."""
+    known = short(", ".join(model.versions), 200)
     for workload, counted in snapshot.classes.items():
         if alias_of(workload) not in model.aliases:
             raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
         if counted.version not in model.versions:
-            raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
+            raise UserError(
+                f"{where}: classes.{workload}.version={counted.version}: the registry has no such version; give one of {known}"
+            )
 
 
 def _decide(engines: Engines, workload: str, readings: Sequence[Reading], why: str) -> Generator[str, None, Move | None]:

@@ -39,7 +39,8 @@ from pipeline.registry.tracking import Version
 from pipeline.store.locks import locked
 from stages.core.errors import GateRefusal, UserError
 from stages.verdict.candidate import Cited
-from stages.verdict.report import REPORT_FILE
+from stages.verdict.report import REPORT_FILE, SAMPLES_FILE
+from stages.verdict.verdict import Thresholds
 
 BOTH = {"retrieval": "fp8", "copy": "int8"}
 
@@ -136,8 +137,13 @@ def test_an_engine_is_found_by_its_versions_citations(tmp_path: Path) -> None:
     assert isinstance(read(Version("4", tags)).replay(), GateRefusal)
     missing = {finding.name for finding in replayed(evidence) if finding.status == "missing"}
     assert missing == {"engine: bundle.json"}
+    (evidence / SAMPLES_FILE).write_text("")
+    with pytest.raises(
+        GateRefusal, match=r"version 4 \(int8\): report: samples\.jsonl: differs, .*; restore the file, or judge"
+    ):
+        registered_engine(identities(store), SigningConfig(), Thresholds(), Version("4", tags))
     (evidence / REPORT_FILE).unlink()
-    with pytest.raises(GateRefusal, match="its report is missing"):
+    with pytest.raises(GateRefusal, match=r"its report is missing, or cannot be read; restore the file, or judge it again"):
         read(Version("4", tags))
 
 
@@ -372,7 +378,7 @@ def test_a_snapshot_that_is_not_of_now_is_refused(fleet: MemoryRegistry, seconds
     ("name", "version", "expected"),
     [
         ("copi", "2", r"classes\.copi: this model has no such route"),
-        ("copy", "9", r"classes\.copy\.version=9: the registry has no such version"),
+        ("copy", "9", r"classes\.copy\.version=9: the registry has no such version; give one of 1, 2"),
         ("copy", "int8", r"classes\.copy\.version=int8: the registry has no such version"),
     ],
 )
