@@ -45,7 +45,7 @@ def round_input(number: int) -> str:
 
 # An identity may come from an untrusted source. Values that match these patterns become paths, which must not leave the store
 # or the identity's folder. A name of dots alone is not a file.
-STAGE, KEY, WORKLOADS_FILE = "^[a-z_]+$", "^[0-9a-f]{64}$", r"^workloads/[^/\x00]*[^/.\x00][^/\x00]*$"
+STAGE, KEY, WORKLOADS_FILE = "^[a-z_]+$", "^[0-9a-f]{64}$", r"^workloads/([^/\x00]*[^/.\x00][^/\x00]*|\.{3,})$"
 
 
 class Parts(TypedDict):

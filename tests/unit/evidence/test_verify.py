@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from helpers.registry.evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
 from helpers.registry.judged_engine import candidate_of, exported, judged_engine
 
-from pipeline.evidence.identity import IDENTITY_FILE, Role, read_identity, read_lineage
+from pipeline.evidence.identity import IDENTITY_FILE, WORKLOADS_FILE, Role, read_identity, read_lineage
 from pipeline.evidence.reading import find_evidence
 from stages.core.digest import file_digest, files_digest
 from stages.core.errors import GateRefusal, UserError
@@ -250,6 +251,11 @@ def test_an_edited_identity_in_a_store_is_named_by_its_seal(tmp_path: Path) -> N
     evidence = judged_engine(tmp_path)
     edit(evidence / IDENTITY_FILE, lambda i: i.update(model="another"))
     assert wrong(evidence) == {"identity": "differs"}
+
+
+@pytest.mark.parametrize("name", ["...", ".a", "a..b"])
+def test_a_file_of_questions_may_have_dots_in_its_name(name: str) -> None:
+    assert re.fullmatch(WORKLOADS_FILE, f"workloads/{name}")
 
 
 @pytest.mark.parametrize(
