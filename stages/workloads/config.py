@@ -151,7 +151,7 @@ class WorkloadsConfig(StrictModel):
     lengths: list[Annotated[int, Field(ge=128, le=1 << 20)]] = Field(default=[])
     """Lengths in tokens of long documents. Their questions replace `samples`, and `context_bins` is replaced by bins that begin
     at three quarters of the lengths."""
-    length_documents: Annotated[int, Field(ge=1, le=10_000)] = LONG_DOCUMENTS
+    length_documents: Annotated[int, Field(ge=1, le=100_000)] = LONG_DOCUMENTS
     """Number of documents per length, with seven questions each."""
     documents: PathText | None = None
     """Directory of the user's text files (.txt, .md), or one such file, which the documents of `lengths` quote; null for

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.verdicts.evaluations import builtin_workloads
 
+from pipeline.cli.next_steps import MAX_QUESTIONS
 from pipeline.config.compose import plan
 from stages.checkpoints.places import locate_checkpoint
 from stages.core.errors import GateRefusal, UserError
@@ -176,5 +177,6 @@ def test_documentation_is_not_judged_and_no_page_is_used_twice() -> None:
     assert (every_page[:24], len({sample.prompt for sample in every_page})) == (samples, count)
     with pytest.raises(UserError, match=rf"documentation: .* {count} pages .* page {count + 1}; ask for fewer"):
         generate("documentation", count + 1, 0)
+    assert builtin_workloads(length_documents=MAX_QUESTIONS).length_documents, "a next step may ask for so many"
     more = builtin_workloads(samples={"documentation": 24, "lookup": 24}).more_questions(4.0)
     assert {f"workloads.samples.documentation={count}", "workloads.samples.lookup=96"} <= set(more)
