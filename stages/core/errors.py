@@ -85,6 +85,8 @@ def describe(error: BaseException) -> str:
     hint = "KVGATE_DEBUG=1 shows where"
     if isinstance(error, OSError) and not _raised_by(STORES, error):
         filename = error.filename2 or error.filename  # filename2 is the target of a copy, which is written
+        if filename is None and isinstance(error, FileNotFoundError):  # of os.getcwd()
+            filename = "the current directory"
         place = f"{filename}: " if filename is not None else ""
         fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
         return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")

@@ -1,5 +1,6 @@
-"""Environment variables that a library refuses are bad input, not defects."""
+"""Environment variables that a library refuses are bad input, not defects. A removed current directory is named."""
 
+import errno
 import importlib
 import sys
 from pathlib import Path
@@ -53,3 +54,7 @@ def test_an_exception_about_another_value_stays_a_defect(tmp_path: Path, monkeyp
 def test_an_exception_of_kvgates_own_code_stays_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = error_of(f"__name__ = 'stages.library'\n{WHILE_IMPORTED}", tmp_path, monkeypatch, "ours")
     assert exit_code(error) == DEFECT
+
+
+def test_a_removed_current_directory_is_named() -> None:
+    assert describe(FileNotFoundError(errno.ENOENT, "No such file")).startswith("the current directory: No such file; make it")
