@@ -150,8 +150,10 @@ class MlflowStore(RegistryReader):
             if self.client.get_experiment_by_name(name) is None:
                 self.client.create_experiment(name, self.location.artifact_root)
         experiment = self.client.get_experiment_by_name(name)
-        if experiment is None or experiment.lifecycle_stage != "active":
+        if experiment is None or experiment.lifecycle_stage == "deleted":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
+        if not experiment.experiment_id:
+            raise UserError(f"{self.location} is not an MLflow server; give a server's root URL")
         check_files(self.location, str(experiment.artifact_location))
         return str(experiment.experiment_id)
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.registry.tracking import Location
 from pipeline.store.locks import announced
-from stages.core.errors import MACHINE_ERRORS, MissingRequirement, Refusal, UserError
+from stages.core.errors import MACHINE_ERRORS, MissingRequirement, Refusal, UserError, short
 from stages.core.redaction import redact_text
 
 QUIET_S = 5.0
@@ -32,11 +32,12 @@ BAD_INPUT = {
         "Invalid Host header",
     ),
     "does not permit this (403); use an account that may write there": ("PERMISSION_DENIED",),
-    "is not an MLflow server; give a server's root URL": ("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects"),
+    "is not an MLflow server; give a server's root URL": (
+        *("ENDPOINT_NOT_FOUND", "not in a valid JSON format", "redirects", "error code 3"),
+    ),
     "is not an address; percent-encode the special characters of its password (/ is %2F)": ("Invalid url",),
     "has the schema of another MLflow version; back it up and run `mlflow db upgrade` of the newest version that used it": (
-        "out-of-date database schema",
-        "Can't locate revision",
+        *("out-of-date database schema", "Can't locate revision", "migration in unexpected state"),
     ),
     "cannot be used ({detail}); repair it, or name another": (
         *("unable to open database", "is not a database", "malformed", "unsupported file format", "readonly database"),
@@ -47,7 +48,7 @@ MISSING = {
     "did not answer within tracking.timeout_s={limit:g}; find out what keeps it busy, or raise tracking.timeout_s": (
         *("timed out", "timeout exception", "database is locked"),
     ),
-    "answers with a server error (5xx); look at its log": ("error responses",),
+    "answers with a server error (429 or 5xx); look at its log": ("error responses",),
     "does not answer by TLS; give http:// if it has none, or name its certificate in REQUESTS_CA_BUNDLE": ("SSLError",),
     "is not there: start the server, or name another": ("API request to http", "Connection refused"),
 }
@@ -81,7 +82,7 @@ def _problem(location: Location, error: Exception) -> Exception:
         for words, signs in answers.items():
             if any(sign in text for sign in signs):
                 return kind(f"{location} {words.format(limit=location.timeout_s, detail=_driver_line(error))}")
-    return MissingRequirement(f"{location} failed: {_driver_line(error)}")
+    return MissingRequirement(f"{location} failed ({short(_driver_line(error), 200)}); look at its log, or name another")
 
 
 def _driver_line(error: Exception) -> str:

@@ -136,8 +136,11 @@ def test_an_address_without_a_store_is_named(uri: str, kind: type[Exception], ex
         (403, b"no", UserError, "does not permit this (403)"),
         (403, b"Invalid Host header - possible DNS rebinding attack detected", UserError, "start it with --allowed-hosts"),
         (200, b"<html>", UserError, "is not an MLflow server"),
+        (200, b"{}", UserError, "is not an MLflow server"),
+        (200, b'{"experiment": 7}', MissingRequirement, "); look at its log, or name another"),
         (302, b"", UserError, "is not an MLflow server"),
-        (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "a server error (5xx)"),
+        (304, b"", UserError, "is not an MLflow server"),
+        (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "a server error (429 or 5xx)"),
     ],
 )
 def test_each_error_of_a_server_has_its_own_message(
