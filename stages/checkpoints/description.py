@@ -180,6 +180,9 @@ def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
         raise refusal(path, f"num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
     if head_dim % 2:
         raise refusal(path, f"head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
+    rotated = config.get("no_rope_layers")
+    if rotated is not None and not (isinstance(rotated, list) and len(rotated) == layers and all(x in (0, 1) for x in rotated)):
+        raise wrong_value(path, config, "no_rope_layers", f"null, or a list with 0 or 1 for each of the {layers} layers")
     windows = layer_windows(path, config, layers)
     return KVShape(layers, kv_heads, head_dim, windows if any(windows) else ()), q_heads
 

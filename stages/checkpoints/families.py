@@ -164,6 +164,6 @@ def other_cache(config: Mapping[str, Any]) -> tuple[str, str] | None:
 def has_positions(config: Mapping[str, Any], layer: int) -> bool:
     """Return whether a layer of SmolLM3 rotates its queries and keys."""
     layers = config.get("no_rope_layers")
-    if isinstance(layers, list) and layer < len(layers):
+    if layers is not None:
         return bool(layers[layer])
     return bool((layer + 1) % int(config.get("no_rope_layer_interval") or NO_ROPE_INTERVAL))

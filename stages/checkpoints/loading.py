@@ -24,6 +24,8 @@ from stages.checkpoints.rope import SLIDING, TOP_LEVEL_KEYS, compose_rope, read_
 from stages.checkpoints.unread_keys import refuse_unread_keys
 from stages.core.errors import UserError, short
 
+PARTLY_ROTATED = ("glm4", "phi3")
+"""Families whose attention can rotate a part of each head, `partial_rotary_factor`."""
 DEFAULTED = (*TOP_LEVEL_KEYS, "original_max_position_embeddings")
 """Parameters for which the default of the model class is accepted. Without a `rope_type` in config.json, every default is."""
 
@@ -123,7 +125,13 @@ def _check_rotary(path: Path, config: dict[str, Any], model: Any, stored: Mappin
         keys = DEFAULTED if "rope_type" in stated else applied.keys()
         expected, scale = _rotary({key: applied[key] for key in keys if key in applied} | stated, model.config)
         frequencies = getattr(rebuilt, f"{prefix}inv_freq")
-        if differing or frequencies.shape != expected.shape or not frequencies.allclose(expected, rtol=1e-6, atol=0):
+        fits = 2 * len(frequencies) == head_dim_of(model.config) or model.config.model_type in PARTLY_ROTATED
+        if (
+            differing
+            or not fits
+            or frequencies.shape != expected.shape
+            or not frequencies.allclose(expected, rtol=1e-6, atol=0)
+        ):
             applies = "other rotary " + (f"parameters ({', '.join(differing)})" if differing else "frequencies")
         elif getattr(rebuilt, f"{prefix}attention_scaling") != scale:
             applies = f"another attention_factor (not {scale})"

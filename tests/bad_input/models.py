@@ -46,6 +46,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("quantized, under an older key", {"compression_config": FP8}, ("modelopt", "backend=onnxruntime takes plain")),
     ("two activations", {"hidden_act": "silu", "hidden_activation": "gelu"}, ("hidden_act=silu", "hidden_activation=gelu")),
     ("more experts per token than experts", {"num_experts": 4, "num_experts_per_tok": 9}, ("num_experts_per_tok=9", "4")),
+    ("rotary flags of other layers", {"no_rope_layers": [1]}, ("no_rope_layers must be null, or a list with 0 or 1 for each",)),
     ("a decoder in text_config", {"text_config": {"model_type": "llama"}}, ("text_config", "save only its language model")),
 )
 

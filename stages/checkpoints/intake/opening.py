@@ -105,6 +105,8 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
             raise
         detail = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         fix = "correct tokenizer.json, tokenizer_config.json or chat_template.jinja, or give the checkpoint its own"
+        if not (directory / "tokenizer.json").is_file():
+            fix = "save tokenizer.json there with tokenizer.save_pretrained"
         raise refusal(path, f"its tokenizer cannot be loaded ({detail}); {fix}") from None
     problem = None
     if not tokenizer.eos_token:
