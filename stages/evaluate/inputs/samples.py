@@ -105,7 +105,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
                 raise UserError(f"id: {sample.id!r} was already used, give every sample its own")
             first = lines_by_question.setdefault((sample.prompt, sample.messages, sample.reference), number)
             if first != number:  # it would count as evidence twice
-                raise UserError(f"line: repeats the question and the reference of line {first}, leave it out")
+                raise UserError(f"line: repeats the question and the reference of an earlier line ({first}), leave it out")
         except UserError as error:
             for problem in str(error).split("\n"):
                 kind = re.sub(r"\(.*\)", "", problem)  # without the value or the position, which differ between lines
@@ -159,33 +159,33 @@ def _sample(text: str) -> Sample:
     return sample
 
 
-_OTHER_NAMES = {"question": "prompt", "input": "prompt"} | dict.fromkeys(
-    ("answer", "completion", "expected", "output"), "reference"
+_OTHER_NAMES = (
+    dict.fromkeys(("question", "query", "input", "instruction"), "prompt")
+    | dict.fromkeys(("conversations", "conversation"), "messages")
+    | dict.fromkeys(("answer", "chosen", "completion", "expected", "ideal", "output", "response", "target"), "reference")
 )
 """Key of other tools' files -> kvgate's key."""
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
+    """Yield the problems of a line's keys, and of its first invalid message or tool: others often have the same problem."""
     problems = error.errors(include_url=False)
     keys = defaultdict[tuple[str, tuple[int | str, ...]], list[str]](list)  # kind of problem, object of the line -> its keys
     for problem in problems:
-        keys[problem["type"], problem["loc"][:-1]] += map(str, problem["loc"][-1:])
+        keys[problem["type"], problem["loc"][:-1]] += [str(key) or '""' for key in problem["loc"][-1:]]
+    first = next((problem["loc"][:-1] for problem in problems if problem["loc"][1:]), ())
     for problem in problems:
         key, kind, text = ".".join(map(str, problem["loc"])), problem["type"], problem["msg"]
         item = problem["loc"][:-1]  # a message or a tool; empty for a key of the line
-        unknown, missing = (", ".join(keys[of, item]) for of in ("extra_forbidden", "missing"))
-        if kind == "too_short" and problem["input"]:
-            continue  # the problems of the list's items have their own lines
+        unknown, missing = (keys[of, item] for of in ("extra_forbidden", "missing"))
+        if (kind == "too_short" and problem["input"]) or item not in ((), first):
+            continue
         if kind == "missing" and unknown:
             continue  # the key is probably there, under an unknown name
-        if kind == "extra_forbidden" and item and missing:
-            yield f"{key.rpartition('.')[0]}: has {unknown}, write {missing} instead"
-        elif kind == "extra_forbidden":
-            close = get_close_matches(key, _Line.model_fields, 1, 0.75)
-            meant = _OTHER_NAMES.get(key) or ", ".join(close or _Line.model_fields)
-            yield f"{key}: unknown key, {'leave it out' if item else f'use {meant}'}"
+        if kind == "extra_forbidden":
+            yield _unknown(".".join(map(str, item)), unknown, missing)
         elif kind == "missing":
-            yield f"{key}: missing, add it"
+            yield f"{key}: missing, add it{' (the right answer, not as a message)' if key == 'reference' else ''}"
         else:
             if kind in ("tuple_type", "list_type"):
                 text = "must be a list of objects" if key in ("messages", "tools") else 'must be a list, as in ["TEXT"]'
@@ -194,6 +194,19 @@ def _problems(error: ValidationError) -> Iterator[str]:
             fix = "" if key else ", correct the line"
             value = short(json.dumps(problem["input"], ensure_ascii=False))
             yield f"{key or 'line'}: {text[0].lower()}{text[1:]} (got {value}){fix}"
+
+
+def _unknown(item: str, unknown: Sequence[str], missing: Sequence[str]) -> str:
+    """Return the problem of all unknown keys of a line, or of a message or tool in it (`item`)."""
+    names = ", ".join(unknown)
+    if item:
+        return f"{item}: has {names}, " + (f"write {', '.join(missing)} instead" if missing else "leave it out")
+    close = {key: get_close_matches(key, _Line.model_fields, 1, 0.75) for key in unknown}
+    meant = {key: _OTHER_NAMES.get(key) or "".join(close[key]) for key in unknown}
+    uses = [f"use {name} for {key}" for key, name in meant.items() if name]
+    others = ", ".join(key for key in unknown if not meant[key])
+    leaves = [f"move or leave out {others} (the keys are {', '.join(_Line.model_fields)})"] if others else []
+    return f"{names}: unknown key{'s' if unknown[1:] else ''}, {' and '.join([*uses, *leaves])}"
 
 
 _RIGHT = {

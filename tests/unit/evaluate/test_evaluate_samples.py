@@ -79,14 +79,18 @@ def test_a_line_without_an_id_never_gets_a_used_one(tmp_path: Path) -> None:
         ({**GOOD, "workload": "a b"}, 'workload: must be 1 to 64 letters, digits, _ and - (got "a b")'),
         ({**GOOD, "id": "\n"}, r'id: must be 1 to 200 characters that can be shown (got "\n")'),
         ({**GOOD, "workload": "long_context"}, "workload: all and names that begin with long_ are reserved"),
-        ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0.type: unknown key, leave it out"),
-        ({**GOOD, "comment": "4"}, "comment: unknown key, use id, workload, prompt, "),
+        ({**GOOD, "tools": [{"name": "f", "arguments": [], "type": "function"}]}, "tools.0: has type, leave it out"),
+        ({**GOOD, "comment": "4"}, "comment: unknown key, move or leave out comment (the keys are "),
         ({"messages": [{"from": "human", "value": "4"}], "reference": "4"}, "messages.0: has from, value, write role, "),
-        ({**GOOD, "question": "4"}, "question: unknown key, use prompt"),
-        ({**GOOD, "mention": ["4"]}, "mention: unknown key, use mentions"),
-        ({"messages": [{"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}]}, "reference: missing, add"),
+        ({"question": "4", "choices": ["4"], "answer": "4"},
+         "question, choices, answer: unknown keys, use prompt for question and use reference for answer and "),
+        ({**GOOD, "": 1}, '"": unknown key, move or leave out "" (the keys are id, '),
+        ({"conversations": [], "mention": ["4"]}, "conversations, mention: unknown keys, use messages for conv"),
+        ({"messages": [{"role": "human", "content": "4"}, {"role": "gpt", "content": 4}], "reference": "4"},
+         """messages.0.role: input should be 'system', 'user' or 'assistant' (got "human")"""),
+        ({"messages": [{"role": "user", "content": "4"}, {"role": "assistant", "content": "4"}]}, "reference: missing, add it"),
         ({**GOOD, "id": "taken"}, "id: 'taken' was already used, give every sample its own"),
-        ({**GOOD, "id": "other"}, "line: repeats the question and the reference of line 1, leave it out"),
+        ({**GOOD, "id": "other"}, "line: repeats the question and the reference of an earlier line (1), leave"),
         ({"messages": [{"role": "assistant", "content": "4"}], "reference": "4"}, "messages: end with a message of"),
         ({"messages": [{"role": "tool", "content": "4"}], "reference": "4"}, "messages.0.role: input should be 'system'"),
     ],
@@ -101,10 +105,10 @@ def test_a_bad_line_is_refused_with_its_key_and_fix(tmp_path: Path, line: object
 def test_every_problem_is_reported_once_with_its_first_line(tmp_path: Path) -> None:
     wrong = [{"prompt": f"question {i}", "answer": "a"} for i in range(60)]  # one line: `answer` is the missing reference
     with pytest.raises(UserError) as caught:
-        read_jsonl(write(tmp_path, "{", GOOD, {"prompt": ""}, *wrong), set())
+        read_jsonl(write(tmp_path, "{", GOOD, {"prompt": ""}, *wrong, GOOD, GOOD), set())
     lines = str(caught.value).split("\n")
-    assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["1", "3", "3", "4"]
-    assert lines[-1].endswith("answer: unknown key, use reference (also in 59 more lines)")
+    assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["1", "3", "3", "4", "64"]
+    assert lines[-2].endswith("answer: unknown key, use reference for answer (also in 59 more lines)")
 
 
 CHAT = Sample(
