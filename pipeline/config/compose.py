@@ -72,7 +72,7 @@ def to_config(composed: DictConfig) -> Config:
         list(ours.values())  # first, so that seed=${nope} is a problem of seed, not of workloads.seed, which refers to it
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=PATH") from error
+        raise UserError(f"{error.full_key}: this choice needs a value; give {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}; {EXISTING}") from error
     assert isinstance(values, dict)
@@ -191,7 +191,8 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:  # yaml: a file that an option includes
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        key, problem = str(getattr(cause, "full_key", None) or ""), str(cause).splitlines()[0].removesuffix(".")
+        key, text = str(getattr(cause, "full_key", None) or ""), str(cause).replace("composing config:\n", "composing config: ")
+        problem = text.splitlines()[0].removesuffix(".")
         place = key or short(redact_text(" ".join(overrides)), MAX_SHOWN_CHARACTERS)
         fix = "write KEY=VALUE with a key and an option that exist"
         if key:
@@ -200,8 +201,9 @@ def _explained(overrides: Sequence[str]) -> Iterator[None]:
             fix = EXISTING
         if key.startswith(LAUNCHER_KEYS) and not isinstance(cause, OmegaValidationError):
             fix = f"choose the launcher with hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
-        elif problem.startswith("In '"):  # in a file of --config-dir
+        elif problem.startswith(("In '", "Multiple values")):  # in a file of --config-dir
             fix = "give each item of defaults an option that exists, another group's as `override /GROUP: OPTION`"
+            fix = "give each key a value of its type" if "Cannot merge" in problem else fix
             place = "--config-dir"
         raise UserError(f"{place}: {problem}; {fix}") from error
     except RecursionError:

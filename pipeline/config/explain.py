@@ -1,7 +1,8 @@
 """Error messages for configurations, one line per problem, since the texts of pydantic are for developers."""
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any, get_args
@@ -30,25 +31,40 @@ KINDS = (
     dict.fromkeys(("list_type", "tuple_type"), "a list, as in [VALUE,VALUE]")
     | dict.fromkeys(("dict_type", "model_type"), "a mapping of keys to values")
     | dict.fromkeys(("bool_type", "bool_parsing"), "true or false")
+    | {"union_tag_not_found": "a mapping with a name"}
 )
 """Type of pydantic's problem -> the expected value in words."""
+NO_KEYS = {"experiment": "name it first in `defaults`, as in `defaults: [OPTION, _self_]`"} | dict.fromkeys(
+    ("rollback", "version", "previous", "champion"),
+    "stage=rollback restores the previous version, stage=promote promote.name=NAME another one",
+)
+"""Name that users give for a key -> the way that works."""
+INCLUDE = "add them, or begin the file with `defaults: [OPTION]`, whose values it then changes"
+"""Fix for a file of --config-dir that lacks keys of its group."""
 KEY_MARK = "[key]"
 """Last part of pydantic's location of a problem with a mapping's key instead of its value."""
 
 
 def explain_validation(error: ValidationError, composed: DictConfig) -> list[str]:
     """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
-    lines, raw = [], dict(leaves(OmegaConf.to_container(composed)))
+    raw = dict(leaves(OmegaConf.to_container(composed)))
     problems = error.errors(include_url=False)
     wrong_keys = [".".join(map(str, problem["loc"])) for problem in problems]
-    meant = _misspelled(problems)
-    named = [(*place[:-1], name) for place, name in meant.items()]
+    missing, unknown = (
+        _by_section(_location(problem, composed) for problem in problems if problem["type"] == kind)
+        for kind in ("missing", "extra_forbidden")
+    )
+    lines = []
+    for section, names in missing.items():
+        others = f"{', '.join(unknown[section])} and " if section in unknown else ""
+        fix = f"{'rename or ' if others else ''}{INCLUDE if names[1:] else 'add it'}"
+        lines.append(f"{section}: has {others}no {', '.join(names)}; {fix}")
     for problem in problems:
-        location = tuple(part for part in problem["loc"] if part != KEY_MARK)
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
             continue  # the problems of the list's items have their own lines
-        if location[1:2] == (OmegaConf.select(composed, "backend.name"),):  # pydantic inserts the tag of the union
-            location = location[:1] + location[2:]
+        location = _location(problem, composed)
+        if problem["type"] in ("missing", "extra_forbidden") and ".".join(map(str, location[:-1])) in missing:
+            continue
         *_, key = places = list(accumulate(map(str, location), "{}.{}".format)) or [""]
         texts = [text for text in map(raw.get, places) if isinstance(text, str)]
         # The value of the key, or of a section around it, may be an interpolation such as `${seed}` or `${oc.env:HOME}`.
@@ -59,14 +75,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
         # An environment variable may hold a secret, so only its name is shown.
         text: str = problem["msg"]
         value: Any = problem["input"] if interpolated is None else interpolated
-        if problem["loc"] in meant:
-            lines.append(f"{key}: unknown key, did you mean {meant[problem['loc']]}?")
-        elif problem["type"] == "missing" and problem["loc"] in named:
-            continue  # the line of the misspelled key names it
-        elif problem["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden":
             lines.append(f"{key}: {_unknown(location, composed)}")
-        elif problem["type"] == "missing":
-            lines.append(f"{key}: missing; give it a value")
         elif problem["type"] == "value_error":  # messages of kvgate's validators begin with the key
             lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
         elif problem["type"] == "literal_error":
@@ -79,17 +89,26 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     return lines
 
 
-def _misspelled(problems: Sequence[ErrorDetails]) -> dict[tuple[int | str, ...], str]:
-    """Return location of an unknown key -> name of the missing key of the same section that it resembles."""
-    missing = [problem["loc"] for problem in problems if problem["type"] == "missing"]
-    unknown = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
-    absent = {place: [str(other[-1]) for other in missing if other[:-1] == place[:-1]] for place in unknown}
-    close = {place: get_close_matches(str(place[-1]), names, 1) for place, names in absent.items()}
-    return {place: names[0] for place, names in close.items() if names}
+def _location(problem: ErrorDetails, composed: DictConfig) -> tuple[int | str, ...]:
+    """Return the key of a problem, without the marks and tags that pydantic inserts."""
+    location = tuple(part for part in problem["loc"] if part != KEY_MARK)
+    return location[:1] + location[2:] if location[1:2] == (OmegaConf.select(composed, "backend.name"),) else location
+
+
+def _by_section(places: Iterable[tuple[int | str, ...]]) -> dict[str, list[str]]:
+    """Return section -> names of keys in it."""
+    sections = defaultdict[str, list[str]](list)
+    for *section, name in places:
+        sections[".".join(map(str, section))].append(str(name))
+    return dict(sections)
 
 
 def _fix(problem: ErrorDetails, location: tuple[int | str, ...], value: Any) -> str:
-    """Return the fix for the text of an environment variable, and for a value in the place of keys; empty for others."""
+    """Return the fix for a file without `name`, an unquoted or a variable's text, and a value in the place of keys."""
+    if problem["type"] == "union_tag_not_found":
+        return f"; {INCLUDE}"
+    if problem["type"] == "string_type" and isinstance(value, int | float):
+        return f"; a text needs quotes, as in '{'.'.join(map(str, location))}=\"TEXT\"'"
     if problem["type"] in ("int_type", "float_type", "bool_type") and str(value).startswith("${oc.env:"):
         return f"; a variable holds text, write ${{oc.decode:{value}}}"
     if problem["type"] not in ("dict_type", "model_type") or any(isinstance(part, int) for part in location):
@@ -97,13 +116,18 @@ def _fix(problem: ErrorDetails, location: tuple[int | str, ...], value: Any) -> 
     key = ".".join(map(str, location))
     if isinstance(value, str) and (CONF / key).is_dir():  # a group, in the user's experiment
         return f"; choose the option in its defaults, as `override /{key}: {value}`"
+    return f"; give them one by one, as in {key}.{next(iter(_keys(location)), 'NAME')}=VALUE"
+
+
+def _keys(location: tuple[int | str, ...]) -> list[str]:
+    """Return the keys of a section, or of an item of a list; empty if other classes than the section's own define them."""
     section: Any = Config
     for part in location:
-        field = getattr(section, "model_fields", {}).get(part)
-        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-    name = next(iter(section.model_fields)) if section else "NAME"
-    return f"; give them one by one, as in {key}.{name}=VALUE"
+        if isinstance(part, str):
+            field = getattr(section, "model_fields", {}).get(part)
+            kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+            section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
+    return list(section.model_fields) if section and location[:1] != ("backend",) else []
 
 
 def _plain(problem: ErrorDetails) -> str:
@@ -120,9 +144,9 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
     name = str(location[-1])
     if location[0] == "backend" and len(location) == 2 and (owners := backends_with(name)):
         return f"the backend here has no such key; choose one that has: {owners}"
-    if any(isinstance(part, int) for part in location):  # items of a list need not have all keys
-        return "unknown key; leave it out"
     if len(location) == 1:
+        if name in NO_KEYS:
+            return f"unknown key; {NO_KEYS[name]}"
         sections: Any = OmegaConf.to_container(composed)
         others = {part: section for part, section in sections.items() if part not in (name, "hydra")}
         keys = {key for place, _ in leaves(others) for key in accumulate(place.split("."), "{}.{}".format)}
@@ -133,9 +157,8 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
             return f"unknown key, because no dot divides keys in a file; write {nested}"
         if 0 < len(places) <= MAX_PLACES:
             return f"unknown key, did you mean {' or '.join(places)}?"
-    siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) if location[:-1] else composed
-    choices = [str(key) for key in siblings or () if key not in (name, "hydra", "name" if location[0] == "backend" else "")]
-    return f"unknown key{suggest(name, choices) or '; leave it out'}"
+    choices = _keys(location[:-1]) or [str(key) for key in composed.backend if key not in (name, "name")]
+    return f"unknown key{suggest(name, choices)}"
 
 
 def backends_with(name: str) -> str:

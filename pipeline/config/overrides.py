@@ -124,6 +124,7 @@ def problem_of(override: Override, options_of: Callable[[str], Sequence[str]]) -
     for applies, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
+        (options and (override.is_add() or override.is_force_add()), f"an option needs no +; write {key}=OPTION"),
         (override.is_delete(), "a key cannot be removed; write KEY=VALUE, as in gates.min_recovery=0.9"),
         (key == "backend.name", f"cannot be set by itself; write backend={line.partition('=')[2]}"),
         (override.value() == {} and key != PROMPT_LOOKUP, "an empty dict changes nothing; name the keys in it that you mean"),

@@ -55,6 +55,14 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("bundle=engine", "bundle=engine: only stage=verify reads it"),
     ("kv=int8 seed=1 kv=fp8", "kv=fp8: contradicts kv=int8; keep one of them"),
     ("-m kv=int8 dry=true,false", "dry=true,false: the jobs of a sweep share it; give one value"),
+    ("+kv=int8", "+kv=int8: an option needs no +; write kv=OPTION"),
+    ("++experiment=quick", "experiment=quick: an option needs no +; write experiment=OPTION"),
+    ("stage=rollback rollback=2", "rollback: unknown key; stage=rollback restores the previous version, stage=promote promote"),
+    ("workdir=7", """workdir: input should be a valid string (got 7); a text needs quotes, as in 'workdir="TEXT"'"""),
+    (
+        "kv.eviction={window_tokens:64,sinks:4}",
+        "kv.eviction.sinks: unknown key; choose one of window_tokens, sink_tokens, heavy",
+    ),
     ("~gates.max_mean_kl", "~gates.max_mean_kl: a key cannot be removed"),
     ("backend.name=vllm", "backend.name=vllm: cannot be set by itself; write backend=vllm"),
     ("evaluate kv=int8", "evaluate: has no value; write stage=evaluate"),
@@ -74,10 +82,13 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("workloads.load=3", "workloads.load: must be a mapping of keys to values (got 3)"),
     ("-m seed=range(3,0)", "seed=range(3,0): has no values; list the values to sweep"),
     ("signing.key=nowhere.pem", "signing.key=nowhere.pem: no such file", "openssl"),
-    ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
+    (
+        "stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]",
+        "capacity.contexts.0.x: unknown key; choose one of tokens, requests",
+    ),
     (
         "stage=capacity capacity.contexts=[{tokns:10,requests:1}]",
-        "capacity.contexts.0.tokns: unknown key, did you mean tokens?",
+        "capacity.contexts.0: has tokns and no tokens; rename or add it",
     ),
     (
         "stage=capacity capacity.contexts=[{tokens:40000,requests:1}]",
@@ -111,6 +122,7 @@ UNMET_REQUIREMENTS: tuple[tuple[str, ...], ...] = (
 
 OWN_FILES: tuple[tuple[str, str, str | bytes, tuple[str, ...]], ...] = (
     ("deep nesting", "kv/mine.yaml", "a: " + "[" * 9999 + "]" * 9999, ("mine.yaml", "maximum recursion")),
+    ("keys for a list", "kv/mine.yaml", "overrides: {}", ("Cannot merge DictConfig with ListConfig; give each key a value",)),
     ("a single number", "kv/mine.yaml", "5", ("--config-dir", "mine.yaml")),
     ("an open interpolation", "kv/mine.yaml", 'name: "${"', ("--config-dir", "mine.yaml")),
     ("no character", "kv/mine.yaml", r'name: "\UFFFFFFFF"', ("--config-dir", "mine.yaml", "cannot be read")),
@@ -157,11 +169,18 @@ CASES = [
         BadInput(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), expected, text_file(f"mine/{file}", content))
         for what, file, content, expected in OWN_FILES
     ),
-    BadInput(
-        "--config-dir: a misspelled path of a model",
-        ("--config-dir=mine", "model=mine"),
-        ("error: model.paht: unknown key, did you mean path?",),
-        text_file("mine/model/mine.yaml", "paht: x"),
+    *(
+        BadInput(
+            f"--config-dir: {key}",
+            ("--config-dir=mine", f"{group}=mine"),
+            tuple(expected),
+            text_file(f"mine/{group}/mine.yaml", key),
+        )
+        for group, key, *expected in (
+            ("model", "paht: x", "error: model: has paht and no path; rename or add it"),
+            ("workloads", "samples: {copy: 20}", "error: workloads: has no jsonl, seed, ", "load; add them, or begin the file"),
+            ("backend", "threads: 2", "error: backend: must be a mapping with a name (got", "add them, or begin the file"),
+        )
     ),
     *(
         BadInput(
@@ -172,6 +191,8 @@ CASES = [
         )
         for keys, expected in {
             "hydra: {sweeper: {params: {kv: 'int8,fp8'}}}": "hydra.sweeper.params.kv: is read only with -m; add it",
+            "experiment: quick": "experiment: unknown key; name it first in `defaults`, as in `defaults: [OPTION, _self_]`",
+            "defaults: [/kv: int8]": "--config-dir: Multiple values for kv. To override a value use 'override kv: int8'; give",
             "kv: int8": "kv: must be a mapping of keys to values (got 'int8'); choose the option in its defaults",
             "defaults: [{override /kv: int8, override /backend: torch}]": "In 'defaults' of a file: In experiment/mine: ",
             "gates.min_recovery: 0.97": "gates.min_recovery: unknown key, because no dot divides keys in a file; write gates: ",
