@@ -28,10 +28,12 @@ def allocate_aligned(size: int, device: torch.device) -> Tensor:
     return memory[first : first + max(1, size)]
 
 
-def allocate_stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros (count, *shape); each tensor of `shape` begins at a multiple of ALIGNMENT."""
+def allocate_stacked(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, alignment: int = ALIGNMENT
+) -> Tensor:
+    """Allocate zeros (count, *shape); each tensor of `shape` begins at a multiple of `alignment` bytes."""
     inner = torch.zeros(shape, dtype=dtype, device="meta").stride()
-    stride = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+    stride = -(-math.prod(shape) * dtype.itemsize // alignment) * alignment // dtype.itemsize
     return torch.zeros(count * stride, dtype=dtype, device=device).as_strided((count, *shape), (stride, *inner))
 
 

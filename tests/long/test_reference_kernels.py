@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines.random_llama import static_scales
-from helpers.kernels.engines import CLOSE, GUARDED, SHORT, append_by_reference, by_reference, distance, short_model
+from helpers.kernels.engines import CLOSE, GUARDED, append_by_reference, by_reference, distance, short_model
 from torch import Tensor
 
 from benchmarks import benchlib
@@ -116,29 +116,9 @@ def test_a_corrupted_key_scale_affects_stored_and_later_tokens(name: str, model:
         assert distance(logits, sound.decode(handles, [token])) > FAULT_DISTANCE
 
 
-@pytest.mark.usefixtures("quick")
-def test_memory_matches_the_policy_and_pages_are_reused(model: Any, texts: list[list[int]]) -> None:
-    policy = GUARDED
-    engine, reference = engines(model, policy)
-    handles, _ = engine.prefill([[1] * 100, [2] * 64])
-    memory = engine.memory()
-    assert memory.pages >= 3
-    assert memory.live_tokens == 164
-    assert memory.pool_bytes == policy.pool_bytes(SHORT, memory.pages)
-    assert memory.exact_bytes == policy.exact_bytes(SHORT, 2)
-    engine.release(handles)
-    with pytest.raises(KeyError, match=f"sequence {handles[0]} was released"):
-        engine.decode(handles[:1], [1])
-    again, _ = engine.prefill([texts[0][:70]])
-    assert again[0] not in handles
-    assert (engine.memory().pages, engine.memory().live_tokens) == (memory.pages, 70)
-    token, (same, _) = texts[0][70], reference.prefill([texts[0][:70]])
-    assert distance(engine.decode(again, [token]), reference.decode(same, [token])) < CLOSE
-
-
 def test_a_pass_is_captured_again_after_its_tensors_moved(model: Any) -> None:
     engine, _ = engines(model, GUARDED)
-    cache = engine.cache
+    cache = engine.pool
     handles = [cache.start()]
     cache.reserve(handles, 64)
     cache.widen_page_table(handles)
@@ -154,9 +134,9 @@ def test_a_pass_is_captured_again_after_its_tensors_moved(model: Any) -> None:
         captured = engine._pass(1)
         move()
         assert engine._pass(1) is not captured
-    read = [tensor.data_ptr() for group in cache.groups for tensor in group.attention_tensors(0).values()]
+    read = [tensor.data_ptr() for layer in range(2) for tensor in engine.attention_tensors(layer).values()]
     cache.widen_page_table(handles)
-    assert read == [tensor.data_ptr() for group in cache.groups for tensor in group.attention_tensors(0).values()]
+    assert read == [tensor.data_ptr() for layer in range(2) for tensor in engine.attention_tensors(layer).values()]
 
 
 def limited_zeros(tensors: int) -> Any:
@@ -178,10 +158,10 @@ def test_a_cache_that_cannot_grow_is_refused_and_unchanged(
     """Memory ends at the first or second tensor. GUARDED has pools, scale pools and exact buffers."""
     engine, reference = engines(model, GUARDED)
     (handles, _), (same, _) = engine.prefill([texts[0][:63]]), reference.prefill([texts[0][:63]])
-    cache = engine.cache
+    cache = engine.pool
 
     def state() -> Any:
-        tensors = [tensor for group in cache.groups for tensor in (group.paged | group.exact).values()]
+        tensors = [tensor for group in cache.groups for tensor in group.tensors.values()]
         return [x.data_ptr() for x in tensors], cache.memory(), cache.moves
 
     before = state()

@@ -1,29 +1,39 @@
-"""backend=torch on a GPU: transformers' own model, with attention through the Triton kernels."""
+"""backend=torch on a GPU: transformers' own model, with attention through the Triton kernels.
+
+Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S new tokens, D head_dim.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
+from transformers import AttentionInterface
 
+from plugins.kv_attention import launch
+from plugins.kv_attention.layout import CacheLayout
 from stages.checkpoints.description import inspect_checkpoint
 from stages.checkpoints.loading import load_causal_lm
-from stages.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
-from stages.engines.base import LOGIT_STEP
+from stages.engines.base import LOGIT_STEP, Mode, check_finite
 from stages.engines.bundle import ShapedRecord, open_bundle
 from stages.engines.cuda.cache import KernelCache
-from stages.engines.cuda.passes import DecodePass, PrefillPass
 from stages.engines.gpu import resolve_device
-from stages.engines.interface import Continuation, Engine, Logits
+from stages.engines.interface import Logits
+from stages.engines.paged.engine import PagedEngine
 from stages.engines.paged.kernel_layout import check_kernels
 from stages.engines.reference.build import BACKEND
-from stages.engines.reference.model import scales_for, shape_for
-from stages.policies.policy import KVPolicy, Side
+from stages.engines.reference.model import head, hidden_states, refuse_options, scales_for, shape_for
+from stages.engines.staging import StagedInputs, StepResults
+from stages.policies.policy import PAGE_TOKENS, SIDES, KVPolicy, page_count
 from stages.policies.scales import KVScales
 
-PREFILL_PASS_TOKENS = 4 * PREFILL_CHUNK
-"""Maximum tokens of a pass over several sequences."""
+ATTENTION = "kvgate_kernels"
+
+WARM_UP = 2
+"""Number of runs before a capture. They compile kernels and initialize libraries, which is not allowed in a capture."""
 
 
 def load_engine(bundle: Path, *, threads: int, compute_dtype: Literal["float32", "bfloat16"] = "float32") -> "KernelEngine":
@@ -37,120 +47,270 @@ def load_engine(bundle: Path, *, threads: int, compute_dtype: Literal["float32",
     return KernelEngine(model, policy, scales)
 
 
-class KernelEngine(Engine):
+class KernelEngine(PagedEngine):
     """An engine over the attention kernels.
 
     It deliberately has no `forced` method: one pass over a whole sequence would bypass the decode kernels. They are judged by
     forced decoding step by step.
     """
 
+    pool: KernelCache
+
     def __init__(self, model: Any, policy: KVPolicy, scales: KVScales | None = None) -> None:
         """Run transformers' causal language model (float32 or bfloat16) on a GPU, or on a CPU if TRITON_INTERPRET=1."""
         shape = shape_for(model, policy)
-        super().__init__(policy, shape, int(model.config.vocab_size))
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)
-        self.cache = KernelCache(layouts, scales_for(policy, shape, scales), model.device)
+        scales = scales_for(policy, shape, scales)
+        super().__init__(int(model.config.vocab_size), scales, KernelCache(layouts, policy, shape, scales, model.device))
         self.model = model.eval()
         self.logit_step = LOGIT_STEP[str(model.dtype).removeprefix("torch.")]
         self._passes: dict[int, DecodePass] = {}
         """Decode passes by padded batch size."""
         self._captured_moves = -1
-        """`cache.moves` when the passes were captured."""
-        self._pool: Any = None
+        """`pool.moves` when the passes were captured."""
+        self._graph_memory: Any = None
         """Memory pool that the captured graphs share. No graph runs while another graph's outputs are still needed."""
 
     @torch.inference_mode()
-    def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        continuations = [Continuation(list(prompt), len(prompt), len(prompt)) for prompt in prompts]
-        logits = np.zeros((len(prompts), self.vocab_size), np.float32)
-        try:
-            self._start(continuations)
-            while unfinished := [request for request in continuations if request.stored < len(request.tokens)]:
-                stored, rows = self._run_pass(unfinished)
-                logits[[continuations.index(request) for request in stored]] = rows
-        except BaseException:
-            self._release_all(continuations)
-            raise
-        return [request.sequence for request in continuations], logits
-
-    @torch.inference_mode()
-    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Run one token of every decoding sequence and the next chunks of joining prompts, which may wait for a later pass.
-
-        A pass has at most PREFILL_PASS_TOKENS tokens. If no prompt joins, the step is a CUDA graph.
-        """
-        running = [request.sequence for request in live if request.stored >= request.prompt_tokens]
-        if len(running) == len(live):
-            return super()._advance(live)
-        self.cache.reserve(running, 1)
-        self._start([request for request in live if request.sequence < 0])
-        return self._run_pass(live)
-
-    def _start(self, continuations: Sequence[Continuation]) -> None:
-        for request in continuations:
-            request.sequence = self.cache.start()
-            self.cache.reserve([request.sequence], len(request.tokens))
-
-    def _run_pass(self, continuations: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
-        """Store the next tokens of started continuations, and return the same result as `_advance`."""
-        lengths = [len(request.tokens) - request.stored for request in continuations]
-        planned = [(continuations[i], size) for i, size in plan_pass(lengths, self.prefill_chunk, PREFILL_PASS_TOKENS)]
-        chunks = [(request.sequence, request.tokens[request.stored : request.stored + size]) for request, size in planned]
-        logits = PrefillPass(self.model, self.cache, self.shape, chunks).run()
-        for request, size in planned:
-            request.stored += size
-        rows = [row for row, (request, _) in enumerate(planned) if request.stored == len(request.tokens)]
-        return [planned[row][0] for row in rows], logits[rows]
-
-    @torch.inference_mode()
-    def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        self.cache.reserve(sequences, 1)
-        self.cache.widen_page_table(sequences)
-        step = self._pass(1 << (len(sequences) - 1).bit_length())
-        step.put(sequences, tokens)
-        step.run()
-        logits = step.read()[: len(sequences)]
-        self.cache.advance(sequences)
+    def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
+        if mode == "prefill":
+            logits = PrefillPass(self, handles[0], ids[0]).run()
+        else:
+            self.pool.widen_page_table(handles)
+            step = self._pass(1 << (len(handles) - 1).bit_length())
+            step.put(handles, ids[:, 0])
+            step.run()
+            logits = step.read()[: len(handles)]
+        self.pool.advance(handles, ids.shape[1])
         return logits
 
-    def _release(self, sequence: int) -> None:
-        self.cache.release(sequence)
-
-    def memory(self) -> MemoryReport:
-        return self.cache.memory()
-
-    def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        return [self.cache.stored(sequence, layer) for layer in range(self.shape.layers)]
-
     def corrupt_key_scale(self, factor: float) -> None:
-        with torch.inference_mode():
-            self.cache.corrupt_key_scale(factor)
+        super().corrupt_key_scale(factor)
+        self.pool.moves += 1  # captured steps store new tokens with the previous factors
 
-    def _pass(self, batch: int) -> DecodePass:
+    def attention_tensors(self, layer: int) -> dict[str, Tensor]:
+        """Return the tensors that attention reads in a layer. Their addresses are constant until `pool.moves` changes."""
+        names = (f"{side}_scale" for side in SIDES)
+        constants = {name: self._constants[f"{name}.{layer}"] for name in names if f"{name}.{layer}" in self._constants}
+        return self.pool.layer(layer) | {name: constant.flatten() for name, constant in constants.items()}
+
+    def store(self, keys: Tensor, values: Tensor, page_table: Tensor, positions: Tensor, exact_slots: Tensor) -> Tensor:
+        """Store new tokens like `KernelCache.append_rows`, or none if a number is not finite, without waiting for the device.
+
+        Return whether each layer's keys, and its values, are finite as float16 in rows with a position: (L, 2).
+        """
+        padding = positions < 0
+        finite = torch.stack([(torch.isfinite(x.half()).flatten(2).all(-1) | padding).all(-1) for x in (keys, values)], 1)
+        # A step stores all its tokens or none, because a refused token would overwrite a recent token that is still needed.
+        stored = torch.where(finite.all(), positions, -1)
+        self.pool.append_rows(keys, values, page_table, stored, exact_slots, self._faults)
+        return finite
+
+    def _pass(self, batch: int) -> "DecodePass":
         """Return the pass for `batch` sequences. Drops passes that were captured with old addresses."""
-        if self._captured_moves != self.cache.moves:
-            self._passes, self._captured_moves = {}, self.cache.moves
-            self._pool = torch.cuda.graph_pool_handle() if self.cache.device.type == "cuda" else None
+        if self._captured_moves != self.pool.moves:
+            self._passes, self._captured_moves = {}, self.pool.moves
+            self._graph_memory = torch.cuda.graph_pool_handle() if self.pool.device.type == "cuda" else None
         if batch not in self._passes:
-            step = DecodePass(self.model, self.cache, self.shape, batch)
-            if self.cache.device.type == "cuda":
-                step.capture(self._pool)
+            step = DecodePass(self, batch)
+            if self.pool.device.type == "cuda":
+                step.capture(self._graph_memory)
             self._passes[batch] = step
         return self._passes[batch]
 
 
-def plan_pass(lengths: Sequence[int], chunk: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Return (index of the sequence, number of tokens to store) for every sequence that takes part in a pass.
+class DecodePass:
+    """A decode step of at most `batch` sequences, which is captured as one CUDA graph on a GPU.
 
-    A prompt is always cut into the same chunks, because its tokens attend to earlier chunks through the quantized
-    cache. Other sequences therefore affect the prompt's logits only by the order of sums. Sequences with one remaining token
-    come first, because they are decoding and must not wait. Sequences that would exceed `max_tokens` wait for a later pass.
+    The host fills one buffer before the step and waits once for the results afterwards. All buffers have fixed addresses.
+
+    Queries, keys and values enter the kernels in the model's type. float32 is not rounded to float16: the kernels split a
+    float32 query into two float16 terms, which keep 22 of its 24 bits, and return float32. Only the rounding of softmax weights
+    and the order of sums then differ from the reference engine, at the cost of one more small matrix product per tile.
     """
-    planned: list[tuple[int, int]] = []
-    tokens = 0
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i] > 1):
-        size = min(chunk, lengths[i])
-        if not planned or tokens + size <= max_tokens:
-            planned.append((i, size))
-            tokens += size
-    return planned
+
+    def __init__(self, engine: KernelEngine, batch: int) -> None:
+        self.engine, self.batch = engine, batch
+        row = (torch.int32, (batch,))
+        columns = engine.pool.columns
+        sections = {"ids": row, "positions": row, "exact_slots": row, "page_table": (torch.int32, (batch, columns))}
+        self.inputs = StagedInputs(sections, engine.pool.device)
+        tensors = self.inputs.tensors
+        tensors["positions"].fill_(-1)
+        self.page_table, self.exact_slots = tensors["page_table"], tensors["exact_slots"]
+        self.keys, self.values = new_tokens(engine, batch)
+        self._lengths: Tensor
+        self._plans: dict[int, launch.DecodePlan] = {}
+        """Work lists of this step by the number of programs that fill the GPU."""
+        self._logits: Tensor
+        """Logits (batch, vocab_size)."""
+        self._finite: Tensor
+        """Whether each layer's new keys, and its new values, are finite as float16: (L, 2)."""
+        self._results: StepResults | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, pool: Any) -> None:
+        """Capture `run` into a CUDA graph, which takes its memory from `pool`.
+
+        All positions must still be -1, so that the warm-up runs append nothing. An append could overwrite needed tokens.
+        """
+        device = self.engine.pool.device
+        warm_up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        warm_up.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(warm_up):
+            for _ in range(WARM_UP):
+                self._forward()
+        torch.cuda.current_stream(device).wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._forward()
+        self._graph = graph
+
+    def put(self, handles: Sequence[int], tokens: npt.NDArray[np.int64]) -> None:
+        """Fill the first rows with one token per sequence. The other rows get position -1, so they store nothing."""
+        sequences, arrays = [self.engine.pool.sequences[handle] for handle in handles], self.inputs.arrays
+        batch = len(sequences)
+        arrays["ids"][:batch] = tokens
+        arrays["positions"][:batch] = [sequence.length for sequence in sequences]
+        arrays["positions"][batch:] = -1
+        arrays["exact_slots"][:batch] = [sequence.buffer for sequence in sequences]
+        for row, sequence in zip(arrays["page_table"], sequences, strict=False):
+            row[: len(sequence.pages)] = sequence.pages  # later columns are never read
+        self.inputs.upload()
+
+    def run(self) -> None:
+        """Compute the step that `put` set up. Stores all its tokens, or none if a key or value is not finite."""
+        if self._graph is None:
+            self._forward()
+        else:
+            self._graph.replay()
+
+    def read(self) -> Logits:
+        """Wait for the step; return its logits (batch, vocab_size). Raises UserError if a key or value is not finite."""
+        if self._results is None or self._graph is None:
+            self._results = StepResults(self._logits, self._finite)
+        logits, finite = self._results.read()
+        check_finite(finite.astype(np.bool_))
+        return logits.astype(np.float32)  # a copy
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        layout = self.engine.pool.layouts[layer]
+        self.keys[layer].copy_(key[:, :, 0])
+        self.values[layer].copy_(value[:, :, 0])
+        return launch.decode_attention(
+            layout,
+            query[:, :, 0],
+            self.keys[layer],
+            self.values[layer],
+            self.engine.attention_tensors(layer),
+            page_table=self.page_table,
+            lengths=self._lengths,
+            plan=self._plan(layout, query[:, :, 0], scaling),
+            scaling=scaling,
+            exact_slots=self.exact_slots,
+        ).unsqueeze(1)
+
+    def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> launch.DecodePlan:
+        """Return the step's work list. Layers with the same number of programs share it."""
+        programs = launch.default_programs(layout, query, self.page_table, scaling)
+        if programs not in self._plans:
+            self._plans[programs] = launch.plan_decode(layout, self._lengths, programs=programs)
+        return self._plans[programs]
+
+    def _forward(self) -> None:
+        positions, model = self.inputs.tensors["positions"], self.engine.model
+        self._lengths = positions.clamp(min=0)
+        self._plans = {}
+        ids = self.inputs.tensors["ids"][:, None]
+        hidden = hidden_states(model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
+        self._logits = head(model, hidden[:, -1:])[:, 0].float()
+        self._finite = self.engine.store(self.keys, self.values, self.page_table, positions, self.exact_slots)
+
+
+class PrefillPass:
+    """A chunk of one prompt.
+
+    Its tokens attend to each other exactly and causally, and to earlier tokens through the quantized cache.
+    """
+
+    def __init__(self, engine: KernelEngine, handle: int, chunk: npt.NDArray[np.int64]) -> None:
+        """Prepare the pass. Pages for the tokens must be reserved."""
+        self.engine = engine
+        sequence = engine.pool.sequences[handle]
+        tokens, before = len(chunk), page_count(sequence.length)
+        row, single = (torch.int32, (tokens,)), (torch.int32, (1,))
+        sections = {"ids": row, "positions": row, "pages": (torch.int32, (tokens, 1)), "row_slots": row, "lengths": single}
+        sections |= {"exact_slots": single, "page_table": (torch.int32, (1, max(1, before)))}
+        self.inputs = StagedInputs(sections, engine.pool.device)
+        end, first = sequence.length + tokens, sequence.length // PAGE_TOKENS
+        positions = np.arange(sequence.length, end)
+        arrays = self.inputs.arrays
+        arrays["ids"][:], arrays["positions"][:] = chunk, positions
+        arrays["pages"][:, 0] = np.array(sequence.pages[first : page_count(end)])[positions // PAGE_TOKENS - first]
+        # A slot of the ring of recent tokens gets only its newest token. Earlier tokens get -1 - buffer: it keeps only sinks.
+        newest = positions >= end - engine.policy.recent_tokens
+        arrays["row_slots"][:] = np.where(newest, sequence.buffer, -1 - sequence.buffer)
+        arrays["lengths"][:], arrays["exact_slots"][:] = sequence.length, sequence.buffer
+        arrays["page_table"][0, :before] = sequence.pages[:before]
+        self.keys, self.values = new_tokens(engine, tokens)
+
+    def run(self) -> Logits:
+        """Store the chunk and return the logits (1, vocab_size) of its last token.
+
+        Raises UserError and stores nothing if a key or value is not finite.
+        """
+        tensors, model = self.inputs.tensors, self.engine.model
+        self.inputs.upload()
+        positions = tensors["positions"]
+        hidden = hidden_states(model, ATTENTION, tensors["ids"][None], positions[None].long(), step=self)
+        logits = head(model, hidden[:, -1:])[0].float()
+        finite = self.engine.store(self.keys, self.values, tensors["pages"], positions, tensors["row_slots"])
+        rows, flags = StepResults(logits, finite).read()
+        check_finite(flags.astype(np.bool_))
+        return rows.astype(np.float32, copy=False)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        tensors = self.inputs.tensors
+        self.keys[layer].copy_(key[0].transpose(0, 1))
+        self.values[layer].copy_(value[0].transpose(0, 1))
+        return launch.context_attention(
+            self.engine.pool.layouts[layer],
+            query[0].transpose(0, 1),
+            self.keys[layer],
+            self.values[layer],
+            self.engine.attention_tensors(layer),
+            page_table=tensors["page_table"],
+            lengths=tensors["lengths"],
+            scaling=scaling,
+            exact_slots=tensors["exact_slots"],
+        )[None]
+
+
+def new_tokens(engine: KernelEngine, rows: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the new keys and values (L, rows, H, D) of a pass."""
+    shape, dtype = engine.shape, engine.model.dtype
+    new = (2, shape.layers, rows, shape.kv_heads, shape.head_dim)
+    keys, values = torch.zeros(new, dtype=dtype, device=engine.pool.device)
+    return keys, values
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float,
+    *,
+    step: DecodePass | PrefillPass,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
+
+    transformers computes no mask, since no mask function is registered under this name.
+    """
+    refuse_options(module, key.shape[1], options)
+    return step.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION, _attention)

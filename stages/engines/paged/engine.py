@@ -1,4 +1,4 @@
-"""The base class of all engines that run graphs over a paged pool.
+"""The base class of all engines over a paged pool.
 
 If the pool is full, the youngest request is preempted: it loses its pages and is computed again later. Its prompt is prefilled
 again, and its answer's tokens are decoded again one by one. Prefilling these would give other logits, because a prefill attends
@@ -40,17 +40,13 @@ class PagedEngine(ChunkedEngine):
         super().__init__(pool.policy, pool.shape, vocab_size)
         self.pool = pool
         self._constants: dict[str, Any] = {}
-        """Static scales and zeros that attention reads, float32 arrays by graph input."""
+        """Static scales and zeros that attention reads, float32 arrays by name, such as `key_scale.3`."""
         self._faults: dict[str, float] = {}
         """Array -> factor of `corrupt_key_scale` on the numbers that are written to it."""
         for layer in range(self.shape.layers):
             for stored in StoredSide.of_layer(self.policy, self.shape, layer).values():
                 for name, values in stored.constant_values(scales, layer).items():
-                    self._constants[f"{name}.{layer}"] = self._constant(values)
-
-    def _constant(self, values: npt.NDArray[np.float32]) -> Any:
-        """Return an array that graphs read and `corrupt_key_scale` multiplies in place; on a GPU, a tensor."""
-        return values
+                    self._constants[f"{name}.{layer}"] = pool.constant(values)
 
     @abstractmethod
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
@@ -189,16 +185,12 @@ class PagedEngine(ChunkedEngine):
                 codes,
                 None if scale is None else scale[1].view(self.policy.sides(layer)[side].code.scale_storage.numpy),
                 None if zero is None else zero[1].view(np.float16),
-                None if static_scale is None else self._host(static_scale)[0],
-                None if static_zero is None else self._host(static_zero)[0],
+                None if static_scale is None else self.pool.on_host(static_scale)[0],
+                None if static_zero is None else self.pool.on_host(static_zero)[0],
                 () if side.in_window else evicted,
             )
 
         return [{side: copy(side, layer) for side in self.policy.sides(layer)} for layer in range(self.shape.layers)]
-
-    def _host(self, constant: Any) -> npt.NDArray[np.float32]:
-        """Return a numpy copy of a result of `_constant`."""
-        return np.array(constant)
 
     def memory(self) -> MemoryReport:
         return self.pool.memory()

@@ -28,7 +28,7 @@ class Spans:
     """Half-open ranges of the exact buffers, pages and window pages that a graph reads."""
 
     moves: int
-    """Number of reallocations of the arrays. Each reallocation changes their addresses."""
+    """`moves` of the pool."""
     buffers: tuple[int, int]
     pages: tuple[int, int]
     window_pages: tuple[int, int]
@@ -76,7 +76,8 @@ class PagedPool(SequencePages):
         self.arrays: dict[str, Array] = {}
         self._allocators: dict[str, PageAllocator] = {}
         """Allocator of the first dimension, by array."""
-        self._moves = 0
+        self.moves = 0
+        """Number of reallocations of the arrays. Each reallocation changes their addresses."""
         for layer in range(shape.layers):
             for side, stored in StoredSide.of_layer(policy, shape, layer).items():
                 allocator = self.window_pages if side.in_window else self.pages
@@ -93,6 +94,14 @@ class PagedPool(SequencePages):
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return zeros for an array of the pool. A subclass on another device returns a torch tensor."""
         return np.zeros(shape, dtype)
+
+    def constant(self, values: npt.NDArray[np.float32]) -> Any:
+        """Return an array of the pool's device that attention reads and `corrupt_key_scale` multiplies in place."""
+        return values
+
+    def on_host(self, constant: Any) -> npt.NDArray[np.float32]:
+        """Return a numpy copy of a result of `constant`."""
+        return np.array(constant)
 
     def fork(self, handle: int) -> int:
         """Start a sequence with the same tokens, which shares full pages. Raises UserError if there is no room for copies."""
@@ -143,7 +152,7 @@ class PagedPool(SequencePages):
                 new = self._zeros((capacity, *old.shape[1:]), old.dtype)
                 new[: len(old)] = old
                 self.arrays[name] = new
-        self._moves += 1
+        self.moves += 1
 
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Array]:
         return (array for name, array in self.arrays.items() if self._allocators[name] is allocator)
@@ -160,7 +169,7 @@ class PagedPool(SequencePages):
             low = min((int(table.min()) for table in present), default=0)
             spans.append((low, 1 + max((int(table.max()) for table in present), default=low)))
             tables |= {name: tables[name] - low for name in names if name in tables}
-        return tables, Spans(self._moves, *spans)
+        return tables, Spans(self.moves, *spans)
 
     def array_view(self, name: str, spans: Spans) -> Array:
         allocator = self._allocators[name]

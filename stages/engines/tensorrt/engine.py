@@ -19,7 +19,7 @@ from stages.engines.paged.engine import PagedEngine
 from stages.engines.staging import allocate_aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load
-from stages.engines.tensorrt.pool import TorchPool
+from stages.engines.tensorrt.pool import PlanPool
 from stages.engines.tensorrt.session import CudaDevice, PlanSession
 from stages.engines.tensorrt.shapes import PlanLimits, bucket
 from stages.policies.policy import KVPolicy, KVShape, Side
@@ -50,7 +50,7 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
 class PlanEngine(PagedEngine):
     """The engine on TensorRT. The graphs read the pool in place, and tokens are copied to it on the device."""
 
-    pool: TorchPool
+    pool: PlanPool
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PlanEngine(PagedEngine):
         with device.running():
             try:
                 weights = load_weights(directory, bundle.weights, device.torch_device)
-                pool = TorchPool(limits, bundle.shape, device.torch_device)
+                pool = PlanPool(limits, bundle.shape, device.torch_device)
                 memory = allocate_aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise _too_large(limits, bundle.shape, activations) from error
@@ -95,16 +95,9 @@ class PlanEngine(PagedEngine):
         with self._device.running():
             super().corrupt_key_scale(factor)
 
-    def _constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device.torch_device, copy=True)
-
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         with self._device.running():  # on the same stream, so after the steps that wrote the tokens
             return super().stored(sequence)
-
-    def _host(self, constant: torch.Tensor) -> npt.NDArray[np.float32]:
-        values: npt.NDArray[np.float32] = constant.cpu().numpy().copy()
-        return values
 
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
         """Run a step like PagedEngine's `_run`, at a padded shape.

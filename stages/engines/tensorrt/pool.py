@@ -1,44 +1,28 @@
-"""The paged pool on a GPU: like the pool of the ONNX engine, but in torch tensors whose addresses never change.
+"""The paged pool of TensorRT plans, in torch tensors whose addresses never change.
 
-Arrays with the same name, type and shape are stacked in one tensor, and so are the plan's outputs for these arrays. One
-launch therefore writes the new tokens of all their layers.
+The plan's outputs are stacked like the pool's arrays, so that one launch writes the new tokens of all layers of a group.
 
-Shapes: l layers, B sequences, S columns of new tokens, H KV heads, N pages or buffers, W elements of a token.
+Shapes: l layers, B sequences, S columns of new tokens, H KV heads, W elements of a token.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stages.core.errors import UserError
-from stages.engines.paged.pool import PagedPool
-from stages.engines.paged.sequences import PageAllocator
-from stages.engines.staging import allocate_stacked, saturated_product
+from stages.engines.paged.torch_pool import TorchPool
+from stages.engines.staging import saturated_product
 from stages.engines.tensorrt.shapes import PlanLimits
 from stages.policies.policy import KVShape
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Arrays of several layers, stacked in one tensor."""
-
-    names: list[str]
-    tensor: torch.Tensor
-    """The stacked arrays, (l, N, H, 64 or exact slots, W)."""
-    allocator: PageAllocator
-
-
-class TorchPool(PagedPool):
+class PlanPool(TorchPool):
     """A pool that is allocated once, because a plan's bindings and captured CUDA graphs contain addresses."""
 
     def __init__(self, limits: PlanLimits, shape: KVShape, device: torch.device) -> None:
-        self.limits, self.device = limits, device
-        self.stacks: list[Stack] = []
-        super().__init__(limits.policy, shape, limits.pages)
+        self.limits = limits
+        super().__init__(limits.policy, shape, limits.pages, device)
         for allocator, capacity in (
             (self.pages, limits.pages),
             (self.buffers, limits.max_batch),
@@ -62,39 +46,10 @@ class TorchPool(PagedPool):
             )
         super().reserve(handles, tokens)
 
-    def scale_array(self, name: str, factor: float) -> None:
-        array = self.tensors[name]
-        array.copy_(saturated_product(array, factor))
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return cast(dict[str, torch.Tensor], self.arrays)
-
-    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        # The types have the same names in numpy and torch, because FP8 codes are stored as uint8.
-        kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, np.dtype(dtype).name)
-        return torch.zeros(shape, dtype=kind, device=self.device)
-
-    def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
-        stored: npt.NDArray[np.uint8] = array[numbers].contiguous().view(torch.uint8).cpu().numpy()
-        return stored
-
-    def _resize(self, allocator: PageAllocator, capacity: int) -> None:
-        """Allocate the arrays of `allocator`. Called once per allocator."""
-        allocator.grow(capacity)
-        stacks: dict[tuple[Any, ...], list[str]] = {}
-        for name, array in self.tensors.items():
-            if self._allocators[name] is allocator:
-                stacks.setdefault((name.partition(".")[0], array.dtype, array.shape[1:]), []).append(name)
-        for (_, dtype, shape), names in stacks.items():
-            tensor = allocate_stacked(len(names), (capacity, *shape), dtype, self.device)
-            self.stacks.append(Stack(names, tensor, allocator))
-            self.arrays |= dict(zip(names, tensor, strict=True))
-
     @property
     def families(self) -> Sequence[Sequence[str]]:
         """Names of the plans' outputs, by stack."""
-        return [[f"new_{name}" for name in stack.names] for stack in self.stacks]
+        return [[f"new_{name}.{layer}" for layer in group.layers] for group in self.groups for name in group.tensors]
 
     def store(self, handles: Sequence[int], tokens: int, families: Sequence[torch.Tensor], faults: Mapping[str, float]) -> None:
         """Append `tokens` tokens to every sequence.
@@ -109,12 +64,13 @@ class TorchPool(PagedPool):
             ]
             for allocator, chosen_places in self.places(handles, tokens).items()
         }
-        for stack, new in zip(self.stacks, families, strict=True):
+        stacks = [(f"{name}.{group.layers[0]}", stack) for group in self.groups for name, stack in group.tensors.items()]
+        for (name, stack), new in zip(stacks, families, strict=True):
             rows = new.movedim(3, 2).flatten(1, 2)  # (l, B * S, H, W)
-            for source, pages, slots in places[stack.allocator]:
+            for source, pages, slots in places[self._allocators[name]]:
                 # Indices on both sides of a slice put their dimension first: (tokens, l, H, W).
                 written = rows[:, source].transpose(0, 1)
-                # The fault affects all arrays of a stack equally, because they have the same format.
-                factor = faults.get(stack.names[0])
-                stack.tensor[:, pages, :, slots] = written if factor is None else saturated_product(written, factor)
+                # The fault affects all layers of a stack equally, because they have the same format.
+                factor = faults.get(name)
+                stack[:, pages, :, slots] = written if factor is None else saturated_product(written, factor)
         self.advance(handles, tokens)
