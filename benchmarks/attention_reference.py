@@ -7,7 +7,6 @@ every sequence, are int32. lengths count the tokens before the current one.
 """
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,23 +102,20 @@ def attend(
     page_table: Tensor,
     lengths: Tensor,
     scaling: float,
-    query_starts: Tensor | None = None,
     exact_slots: Tensor | None = None,
 ) -> Tensor:
     """Run the attention of every sequence's new tokens, one or several, before any is appended.
 
     A query attends to the sinks and the recent tokens from the exact buffers, to all other tokens from the pages, as a token
-    at position lengths[b] reads them, and to the new tokens up to its own, unquantized. `query_starts` (B + 1): the first new
-    token of every sequence, and X; None: every sequence has X / B.
+    at position lengths[b] reads them, and to the new tokens up to its own, unquantized. Every sequence has X / B new tokens.
 
     Returns:
         (X, Hq, D) float32.
     """
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    starts = range(0, len(query) + 1, len(query) // len(lengths)) if query_starts is None else query_starts.tolist()
-    spans = list(pairwise(starts))
+    tokens = len(query) // len(lengths)
     for b, length in enumerate(lengths.tolist()):
-        new = slice(*spans[b])
+        new = slice(b * tokens, (b + 1) * tokens)
         sides = list(dequantize(layout, cache, page_table[b], length))
         positions, slots = exact_places(layout, length)
         for i, (name, states) in enumerate((("key", key_new), ("value", value_new))):

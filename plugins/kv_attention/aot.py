@@ -79,7 +79,6 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (B * Hq), context_partial (blocks, H, S),
     context_reduce (X * Hq), append (ceil(H / R), B, L), with Y the rows of the work list, blocks as
     context_blocks counts them, S = context_splits(splits), R = append_variant(...).constants["R"].
-    context_partial is compiled for sequences that all have `tokens` new tokens.
     """
     kernel, specialise = KERNELS[operation]
     types, variant = parameter_types(operation, setting), specialise(setting)
@@ -113,7 +112,7 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
     stored = {name: POINTERS[dtype] for name, (dtype, _) in (layout.pools(1) | layout.exact_buffers(1)).items()}
     types: dict[str, str | None] = {
         **dict.fromkeys(("query", "key_new", "value_new", "out"), new),
-        **dict.fromkeys(("page_table", "lengths", "work", "sequences", "query_starts"), "*i32"),
+        **dict.fromkeys(("page_table", "lengths", "work", "sequences"), "*i32"),
         **dict.fromkeys(("table_width", "tokens", "splits", "programs", "batch", "pages"), "i32"),
         "exact_slots": "*i32" if exact else None,
         "buffers": "i32" if exact else None,
@@ -127,8 +126,8 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
     # In the attention kernels, dynamic scales have the name of static scales; only block scales have a separate name.
     types |= {f"{name}_scale": _scale_pointer(side) for name, side in sides.items()}
     types["value_block_scale"] = POINTERS[layout.value.codes.scale_storage] if layout.value.layer_scale else None
-    if operation in ("context_partial", "context_reduce"):
-        types |= {"query_starts": None, "sequences": None}
+    if operation == "context_reduce":
+        types["sequences"] = None
     elif operation == "decode_reduce":
         types["splits"] = None
     return types

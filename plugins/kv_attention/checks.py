@@ -42,7 +42,6 @@ def check_launch(
         "exact_slots": (INT32, ("B",)),
         "work": (INT32, ("Y", 5)),
         "sequences": (INT32, ("B", 4)),
-        "query_starts": (INT32, (present["lengths"].numel() + 1,)),
     }
     cache_specs: dict[str, TensorSpec] = {
         name: ((kind,), (*layers, *dims)) for name, (kind, dims) in layout.tensor_dims().items()
@@ -57,15 +56,15 @@ def check_launch(
         raise ValueError(f"query must have a multiple of the {layout.kv_heads} KV heads, got {present['query'].shape[1]}")
 
 
-def check_counts(tokens: int, sequences: int, splits: int | None, *, ragged: bool) -> None:
-    """Check the counts of a launch for new tokens of all sequences. `ragged`: the launch has `query_starts`.
+def check_counts(tokens: int, sequences: int, splits: int | None) -> None:
+    """Check the counts of a launch for new tokens of all sequences.
 
     Raises ValueError if there are no tokens, they cannot be divided among the sequences, or `splits` is less than 1.
     """
     if not sequences or not tokens:
         raise ValueError(f"lengths and query need at least one sequence and one new token, got {sequences} and {tokens}")
-    if not ragged and tokens % sequences:
-        raise ValueError(f"query_starts is required: {tokens} tokens cannot be divided evenly among {sequences} sequences")
+    if tokens % sequences:
+        raise ValueError(f"query has {tokens} tokens, which cannot be divided evenly among {sequences} sequences")
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
 

@@ -275,7 +275,6 @@ def context_partials(
     page_table: Tensor,
     lengths: Tensor,
     *,
-    query_starts: Tensor | None = None,
     scaling: float,
     splits: int | None = None,
     exact_slots: Tensor | None = None,
@@ -283,9 +282,8 @@ def context_partials(
     """Run context_partial: the attention of every split for the new tokens of all sequences, in one layer.
 
     Args:
-        query, key_new, value_new: As in decode_partials, with X rows: the new tokens of one sequence after another.
+        query, key_new, value_new: As in decode_partials, with X rows: X / B new tokens of one sequence after another.
         lengths: (B) int32, tokens before the new ones.
-        query_starts: (B + 1) int32, ascending from 0: the first new token of every sequence, and X. None: each has X / B.
         splits: Splits over pages; None chooses them for this device.
 
     The other arguments are as in decode_partials.
@@ -297,23 +295,22 @@ def context_partials(
         ValueError: A tensor does not fit the layout.
     """
     new = {"query": query, "key_new": key_new, "value_new": value_new}
-    tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
+    tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots}
     check_launch(layout, new | tables, cache, rows="X")
-    (tokens, q_heads, _), sequences = query.shape, len(lengths)
-    check_counts(tokens, sequences, splits, ragged=query_starts is not None)
-    rows = -(-tokens * (q_heads // layout.kv_heads) // sequences)
-    variant = context_variant(make_setting(layout, query, scaling, rows))
-    blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)
+    (rows, q_heads, _), sequences = query.shape, len(lengths)
+    check_counts(rows, sequences, splits)
+    tokens = rows // sequences
+    variant = context_variant(make_setting(layout, query, scaling, tokens * (q_heads // layout.kv_heads)))
+    blocks = sequences * context_blocks(tokens, variant)
     if splits is None:
         interpreted = query.device.type == "cpu"
         programs = INTERPRETED_PROGRAMS if interpreted else sm_count(query.device) * variant.resident
         splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], programs)
     parts = context_splits(splits)
-    partials = allocate_partials(query, tokens, parts, q_heads)
-    counts = (tokens // sequences, None) if query_starts is None else (None, sequences)
+    partials = allocate_partials(query, rows, parts, q_heads)
     run(
         context_partial, (blocks, layout.kv_heads, parts), variant,
-        *attention_inputs(layout, query, key_new, value_new, cache), query_starts, page_table, lengths,
-        *exact_inputs(layout, cache, exact_slots), page_table.shape[1], *counts, *partials,
+        *attention_inputs(layout, query, key_new, value_new, cache), page_table, lengths,
+        *exact_inputs(layout, cache, exact_slots), page_table.shape[1], tokens, *partials,
     )  # fmt: skip
     return partials

@@ -325,12 +325,9 @@ def context_variant(setting: Setting) -> Variant:
     return replace(decode, constants=constants, num_warps=warps, num_stages=stages, shared_bytes=shared)
 
 
-def context_blocks(tokens: int, sequences: int, variant: Variant, *, ragged: bool) -> int:
-    """Return the blocks of query rows of a KV head, including blocks without rows."""
-    group, columns = int(variant.constants["G"]), int(variant.constants["N"])
-    if ragged:
-        return tokens * group // columns + sequences
-    return sequences * -(-(tokens // sequences) * group // columns)
+def context_blocks(tokens: int, variant: Variant) -> int:
+    """Return the blocks of query rows of a sequence and KV head, for `tokens` new tokens."""
+    return -(-tokens * int(variant.constants["G"]) // int(variant.constants["N"]))
 
 
 def context_splits(splits: int) -> int:

@@ -1,8 +1,8 @@
 """Attention of several new tokens per sequence over the quantized pages, for prompt chunks and for drafts to verify.
 
 Shapes: B sequences, X new tokens of all sequences, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, T tokens of
-a cache tile, U tokens of a tile of new tokens, S splits, E exact slots. The query rows of a sequence and KV head are its new
-tokens' G heads, token by token; N rows are the columns of one program.
+a cache tile, U tokens of a tile of new tokens, S splits, E exact slots. Every sequence has X / B new tokens. The query rows of
+a sequence and KV head are its new tokens' G heads, token by token; N rows are the columns of one program.
 
 Every new token attends to all cached tokens and to the unquantized new tokens up to itself. One program attends to the pages of
 one (block of N query rows, KV head, split); programs of the first split attend to the new tokens, the sinks and the recent
@@ -30,37 +30,10 @@ from plugins.kv_attention.kernels.attend import (
 )
 from plugins.kv_attention.kernels.codes import streams_of
 
-SEARCH_BLOCK = tl.constexpr(128)
-"""Sequences that a block's search reads at once."""
 INITIAL_MAX = tl.constexpr(-3e38)
 """Finite initial maximum, below all scores."""
 SPLIT_TOKENS = tl.constexpr(512)
 """Minimum tokens per split. Writing and reading a split's means for 64 columns is as much traffic as about 170 tokens."""
-
-
-@triton.jit
-def _locate_block(query_starts, sequences, tokens, block, G: tl.constexpr, N: tl.constexpr):
-    """Return a block's sequence, the sequence's first new token and count of new tokens, and the block's number within it.
-
-    A sequence's first block is (its first row // N) + its index, so that the number of blocks depends only on shapes. Some
-    blocks therefore have no rows.
-    """
-    if query_starts is None:
-        per_sequence = tl.cdiv(tokens * G, N)
-        b = block // per_sequence
-        start = b.to(tl.int64) * tokens
-        count = tokens
-        first = b * per_sequence
-    else:
-        b = -1
-        for low in range(0, sequences, SEARCH_BLOCK):
-            i = low + tl.arange(0, SEARCH_BLOCK)
-            starts = tl.load(query_starts + i, mask=i < sequences, other=0).to(tl.int64)
-            b += tl.sum(((starts * G // N + i <= block) & (i < sequences)).to(tl.int32), 0)
-        start = tl.load(query_starts + b).to(tl.int64)
-        count = tl.load(query_starts + b + 1) - start.to(tl.int32)
-        first = (start * G // N).to(tl.int32) + b
-    return b, start, count, block - first
 
 
 @triton.jit
@@ -183,31 +156,29 @@ def _page_split(
     store_partials(partial_acc, partial_ml, partial_row, rows, m, l, factor, sums, N, D, VALUE, CHUNKS)
 
 
-@triton.jit(do_not_specialize=["table_width", "tokens", "sequences"])
+@triton.jit(do_not_specialize=["table_width", "tokens"])
 def context_partial(
-    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, value_block_scale, query_starts, page_table,
-    lengths, key_exact, value_exact, exact_slots, table_width, tokens, sequences, partial_acc, partial_ml,
+    query, key_new, value_new, key_pool, value_pool, key_scale, value_scale, value_block_scale, page_table, lengths,
+    key_exact, value_exact, exact_slots, table_width, tokens, partial_acc, partial_ml,
     H: tl.constexpr, G: tl.constexpr, T: tl.constexpr, U: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     SCALING: tl.constexpr, PARTS: tl.constexpr, NEW: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens of one (block of query rows, KV head, split). Grid (blocks, H, S), see `_locate_block`.
+    """Attend to the tokens of one (block of query rows, KV head, split). Grid (B * ceil(tokens * G / N), H, S).
 
     The first split attends to the new and the exact tokens, the others to the pages. Tensors that the layout lacks are None.
-    Without `query_starts` every sequence has `tokens` new tokens; otherwise `tokens` is not read.
+    Every sequence has `tokens` new tokens.
 
     Args:
         query: (X, Hq, D).
         key_new, value_new: (X, H, D), of the query's type.
         key_pool, value_pool, key_scale, value_scale, value_block_scale: As in decode_partial.
-        query_starts: (B + 1) int32, the first new token of every sequence, then X.
         page_table: (B, table_width) int32.
         lengths: (B) int32, tokens before the new ones.
         key_exact, value_exact: (buffers, H, E, D) float16, without the new tokens.
         exact_slots: (B) int32, exact buffer of every sequence.
-        sequences: B; None without `query_starts`.
         partial_acc: Output (X, S, Hq, D) float16 or float32, weighted means of the values; an empty split writes none.
         partial_ml: Output (X, S, Hq, 2) float32, m and l; -inf and 0 for an empty split.
         NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
@@ -215,11 +186,12 @@ def context_partial(
     h = tl.program_id(1)
     split = tl.program_id(2) - 1  # over the pages; -1 is the split of the new tokens
     splits = tl.num_programs(2) - 1
-    b, start, count, block = _locate_block(query_starts, sequences, tokens, tl.program_id(0), G, N)
-    if block * N >= count * G:
-        return
+    blocks = tl.cdiv(tokens * G, N)
+    b = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    start = b.to(tl.int64) * tokens
     n = block * N + tl.arange(0, N)
-    rows = n < count * G
+    rows = n < tokens * G
     token = n // G
     row = (start + token) * (H * G) + h * G + n % G
     partial_row = ((start + token) * (splits + 1) + split + 1) * (H * G) + h * G + n % G
@@ -231,7 +203,7 @@ def context_partial(
 
     scaled, per_column = _scaled_queries(query, row, rows, N, D, SCALING)
     if split < 0:
-        last = tl.minimum((block * N + N - 1) // G, count - 1)
+        last = tl.minimum((block * N + N - 1) // G, tokens - 1)
         _new_split(
             query, key_new, value_new, key_exact, value_exact, exact_slots, b, start, h, length, last, token, row,
             partial_row, rows, scaled, per_column, partial_acc, partial_ml,

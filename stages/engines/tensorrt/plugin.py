@@ -104,7 +104,7 @@ def default_count(mode: Mode, settings: Sequence[Setting], limits: PlanLimits) -
         return launch.choose_programs(limits.max_batch, kv_heads, pages, sm_count=sm_count, resident=resident)
     splits = []
     for variant in map(context_variant, settings):
-        blocks = context_blocks(limits.chunk, 1, variant, ragged=False)
+        blocks = context_blocks(limits.chunk, variant)
         splits.append(launch.choose_splits(blocks, kv_heads, pages, sm_count * variant.resident))
     return min(splits)
 

@@ -7,7 +7,6 @@ head_dim.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,8 +49,8 @@ class KernelCase:
     group: int = 4
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
-    counts: list[int] | None = None
-    """New tokens of every sequence; None: one each, in a decode step."""
+    tokens: int = 1
+    """New tokens of every sequence."""
     cache: dict[str, Tensor] = field(init=False)
     page_table: Tensor = field(init=False)
     exact_slots: Tensor | None = field(init=False)
@@ -72,9 +71,9 @@ class KernelCase:
             for column in range(-(-length // PAGE_TOKENS)):
                 self.page_table[b, column] = next(free)
             self._fill(b, length)
-        tokens, heads, dim = batch if self.counts is None else sum(self.counts), layout.kv_heads, layout.head_dim
-        self.query = self.random(tokens, heads * self.group, dim).to(self.dtype)
-        self.key_new, self.value_new = (self.random(tokens, heads, dim).to(self.dtype) for _ in range(2))
+        rows, heads, dim = batch * self.tokens, layout.kv_heads, layout.head_dim
+        self.query = self.random(rows, heads * self.group, dim).to(self.dtype)
+        self.key_new, self.value_new = (self.random(rows, heads, dim).to(self.dtype) for _ in range(2))
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.rng)
@@ -102,8 +101,7 @@ class KernelCase:
         """Every tensor except the cache's, by the name of the launch's argument."""
         tables = {"page_table": self.page_table, "lengths": torch.tensor(self.lengths, dtype=torch.int32)}
         new = {"query": self.query, "key_new": self.key_new, "value_new": self.value_new, "exact_slots": self.exact_slots}
-        starts = {} if self.counts is None else {"query_starts": torch.tensor([0, *accumulate(self.counts)]).int()}
-        return new | tables | starts
+        return new | tables
 
     @property
     def arguments(self) -> dict[str, Any]:

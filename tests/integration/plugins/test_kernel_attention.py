@@ -28,7 +28,7 @@ TOLERANCE = 2e-3
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (5, 0), (3, 5), (0, 65)]
 DECODED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
-CHUNKED = [([64, 1], [3, 2]), ([0, 70], [5, 1]), ([65, 63], [0, 4]), ([130], [7])]
+CHUNKED = [([64, 1], 3), ([0, 70], 5), ([65, 63], 4), ([130], 7)]
 
 
 def compare(case: KernelCase, out: Tensor, scaling: float, tolerance: float = TOLERANCE) -> None:
@@ -94,10 +94,10 @@ def test_any_pair_of_formats_attends_as_the_reference(number: int) -> None:
         )
         check_decode(case, programs=1 + number % 5)
     if STRIDE == 1 or not number % 2:
-        lengths, counts = CHUNKED[number % 4]
+        lengths, tokens = CHUNKED[number % 4]
         group, dtype = GROUPS[number % 5], DTYPES[number % 3]
         case = case_of(
-            key, value, heads, dim, lengths, sink=sink, recent=recent, group=group, dtype=dtype, seed=number, counts=counts
+            key, value, heads, dim, lengths, sink=sink, recent=recent, group=group, dtype=dtype, seed=number, tokens=tokens
         )
         check_context(case, splits=1 + number // 2 % 2)
 
@@ -149,43 +149,36 @@ def test_large_values_saturate_and_nan_and_infinity_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "lengths", "counts", "options", "splits"),
+    ("key", "value", "lengths", "tokens", "options", "splits"),
     [
-        ("fp8_e4m3 tensor", "int4 32", [1100, 64], [2, 1], {"recent": 30}, 4),
+        ("fp8_e4m3 tensor", "int4 32", [1100, 64], 2, {"recent": 30}, 4),
         # 9 tokens with 16 heads give more rows than a block has columns, and the last block is not full.
-        ("int8 token", "int4 64", [40, 3], [9, 2], {"group": 16}, 1),
-        # More sequences than the kernel compares at once; empty sequences lie between those with rows.
-        ("fp8_e4m3 tensor", "fp8_e4m3 tensor", [1] * 132, [0, 0, 2, *[0] * 127, 1, 1], {"group": 1}, 1),
+        ("int8 token", "int4 64", [40, 3], 9, {"group": 16}, 1),
     ],
-    ids=["some splits are empty", "several blocks", "most sequences have no new token"],
+    ids=["some splits are empty", "several blocks"],
 )
 def test_chunks_in_splits_and_blocks_attend_as_the_reference(
-    key: str, value: str, lengths: list[int], counts: list[int], options: dict[str, int], splits: int
+    key: str, value: str, lengths: list[int], tokens: int, options: dict[str, int], splits: int
 ) -> None:
-    check_context(case_of(key, value, 1, 64, lengths, counts=counts, **options), splits)
+    check_context(case_of(key, value, 1, 64, lengths, tokens=tokens, **options), splits)
 
 
-def test_equal_numbers_of_new_tokens_need_no_starts() -> None:
-    case = case_of("fp8_e4m3 token", "int4 64", 2, 64, [70, 5], sink=2, recent=3, dtype=torch.float32, counts=[2, 2])
-    arguments = case.arguments
-    del arguments["query_starts"]
-    compare(case, launch.context_attention(case.layout, **arguments, scaling=0.1), 0.1)
-
-
-@pytest.mark.parametrize(("lengths", "counts"), [([], []), ([64], [0])])
-def test_no_sequence_or_no_new_token_is_refused(lengths: list[int], counts: list[int]) -> None:
-    case = case_of("fp8_e4m3 token", "int4 64", 1, 64, [64], counts=[1])
-    arguments = case.arguments | {name: case.arguments[name][: sum(counts)] for name in ("query", "key_new", "value_new")}
-    arguments |= {name: case.arguments[name][: len(lengths)] for name in ("lengths", "page_table")}
-    arguments["query_starts"] = torch.tensor([0, *counts], dtype=torch.int32)
-    with pytest.raises(ValueError, match="at least one sequence and one new token"):
-        launch.context_attention(case.layout, **arguments, scaling=0.1)
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "message"),
+    [(0, 0, "at least one sequence and one new token"), (1, 0, "at least one"), (2, 3, "cannot be divided evenly")],
+)
+def test_numbers_of_new_tokens_that_no_launch_takes_are_refused(sequences: int, tokens: int, message: str) -> None:
+    arguments = case_of("fp8_e4m3 token", "int4 64", 1, 64, [64, 64], tokens=2).arguments
+    arguments |= {name: arguments[name][:tokens] for name in ("query", "key_new", "value_new")}
+    arguments |= {name: arguments[name][:sequences] for name in ("lengths", "page_table")}
+    with pytest.raises(ValueError, match=message):
+        launch.context_attention(case_of("fp8_e4m3 token", "int4 64", 1, 64, [64]).layout, **arguments, scaling=0.1)
 
 
 def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
     """The pools consist of untouched memory, except for the last page."""
     torch.use_deterministic_algorithms(False)
-    case = case_of("int8 tensor", "int8 tensor", 1, 64, [9], counts=[2])
+    case = case_of("int8 tensor", "int8 tensor", 1, 64, [9], tokens=2)
     last = 2**31 // (PAGE_TOKENS * 64)
     near = case.arguments
     far = near | {"cache": dict(near["cache"]), "page_table": torch.full_like(near["page_table"], last)}
