@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stages.core.records import MemoryReport
+from stages.engines.base import SequenceTable
 from stages.engines.paged.layout import StoredSide
-from stages.engines.paged.sequences import PageAllocator, PagedSequence, PoolFull, SequencePages
+from stages.engines.paged.sequences import PageAllocator, PagedSequence, PoolFull
 from stages.policies.policy import PAGE_TOKENS, KVPolicy, KVShape, page_count
 from stages.policies.spec import FLOAT16, MAX_FLOAT16
 
@@ -67,12 +69,13 @@ def page_numbers(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indic
     return np.concatenate(numbers)
 
 
-class PagedPool(SequencePages):
+class PagedPool:
     """Storage of the quantized cache of all sequences, including the window's second copies and the exact tokens."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, max_pages: int) -> None:
-        super().__init__()
         self.policy, self.shape, self.max_pages = policy, shape, max_pages
+        self.pages, self.buffers, self.window_pages = PageAllocator(), PageAllocator(), PageAllocator()
+        self.sequences: SequenceTable[PagedSequence] = SequenceTable()
         self.arrays: dict[str, Array] = {}
         self._allocators: dict[str, PageAllocator] = {}
         """Allocator of the first dimension, by array."""
@@ -103,6 +106,53 @@ class PagedPool(SequencePages):
         """Return a numpy copy of a result of `constant`."""
         return np.array(constant)
 
+    def start(self) -> int:
+        """Start an empty sequence and return its handle. Raises UserError if there is no room for its exact buffer."""
+        return self.sequences.add(PagedSequence(self._allocate(self.buffers)))
+
+    def release(self, handle: int) -> None:
+        sequence = self.sequences.pop(handle)
+        self.buffers.free(sequence.buffer)
+        for page in sequence.pages:
+            self.pages.free(page)
+        for page in sequence.window_pages:
+            self.window_pages.free(page)
+
+    def length(self, handle: int) -> int:
+        """Return the number of appended tokens, evicted tokens included. Raises KeyError if the sequence is not live."""
+        return self.sequences[handle].length
+
+    def advance(self, handles: Sequence[int], tokens: int) -> None:
+        """Add `tokens` stored tokens to the length of every sequence."""
+        for handle in handles:
+            self.sequences[handle].length += tokens
+
+    @property
+    def in_use(self) -> tuple[int, int]:
+        """Numbers of pages and of window pages in use."""
+        return self.pages.used_count, self.window_pages.used_count
+
+    def memory(self) -> MemoryReport:
+        """Return the allocated bytes of the arrays. Not all bytes are in use, because arrays grow by doubling."""
+        allocators = (self.pages, self.buffers, self.window_pages)
+        pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
+        pages, finer = self.pages.capacity, self.window_pages.capacity
+        live_tokens = sum(sequence.kept_tokens for sequence in self.sequences.values())
+        return MemoryReport(pool, exact, window, pages, live_tokens, sum(self.in_use), finer)
+
+    def reserve(self, handles: Sequence[int], tokens: int) -> None:
+        """Allocate all sequences' pages for `tokens` more tokens. Raises UserError, allocating nothing, if they do not fit."""
+        missing = {
+            handle: self._pages_for(self.sequences[handle], tokens) - len(self.sequences[handle].pages) for handle in handles
+        }
+        self._make_room(self.pages, sum(missing.values()))
+        for handle, count in missing.items():
+            self.sequences[handle].pages.extend(self.pages.allocate() for _ in range(count))
+
+    def pages_needed(self, tokens: int) -> int:
+        """Return the number of pages of a new sequence with `tokens` tokens."""
+        return self._pages_for(PagedSequence(-1), tokens)
+
     def fork(self, handle: int) -> int:
         """Start a sequence with the same tokens, which shares full pages. Raises UserError if there is no room for copies."""
         source = self.sequences[handle]
@@ -131,19 +181,25 @@ class PagedPool(SequencePages):
             array[copy] = array[page]
         return copy
 
-    def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
-        """Double the capacity, or grow it to `needed` if that is more; pages grow to at most `max_pages`."""
-        capacity = max(needed, 2 * allocator.capacity)
-        self._resize(allocator, min(self.max_pages, capacity) if allocator is self.pages else capacity)
+    def _allocate(self, allocator: PageAllocator) -> int:
+        self._make_room(allocator, 1)
+        return allocator.allocate()
 
     def _make_room(self, allocator: PageAllocator, count: int) -> None:
+        """Ensure `count` free pages or buffers. Raises UserError, and changes nothing, if memory or a limit is too small."""
         needed = allocator.used_count + count
         if allocator is self.pages and needed > self.max_pages:
             raise PoolFull(
                 f"max_pages={self.max_pages} is too small: {needed} pages of {PAGE_TOKENS} tokens are needed; "
                 "raise max_pages or run fewer or shorter sequences at once"
             )
-        super()._make_room(allocator, count)
+        if needed > allocator.capacity:
+            self._enlarge(allocator, needed)
+
+    def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
+        """Double the capacity, or grow it to `needed` if that is more; pages grow to at most `max_pages`."""
+        capacity = max(needed, 2 * allocator.capacity)
+        self._resize(allocator, min(self.max_pages, capacity) if allocator is self.pages else capacity)
 
     def _resize(self, allocator: PageAllocator, capacity: int) -> None:
         allocator.grow(capacity)
@@ -155,6 +211,7 @@ class PagedPool(SequencePages):
         self.moves += 1
 
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Array]:
+        """Yield the arrays of all layers whose first dimension is indexed by the numbers of `allocator`."""
         return (array for name, array in self.arrays.items() if self._allocators[name] is allocator)
 
     def view(self, handles: Sequence[int]) -> tuple[dict[str, npt.NDArray[np.int32]], Spans]:
@@ -239,6 +296,7 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
+        """Return the number of pages that a sequence holds while `tokens` tokens are appended."""
         # Count the pages that this append evicts, because the new tokens still read them. Do not count pages that would hold
         # only new tokens and are evicted at once.
         begin, end = map(page_count, (sequence.length, sequence.length + tokens))
