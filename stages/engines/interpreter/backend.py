@@ -113,6 +113,26 @@ class InterpreterBackend(Backend[C], Generic[C]):
         Raises UserError if the library refuses the model or an argument.
         """
 
+    def _check_arguments(self, checkpoint: Path, field: str, arguments: Mapping[str, Any]) -> None:
+        """Raise UserError if the library refuses or changes an argument when it resolves the arguments for a checkpoint.
+
+        `field` names the arguments in the request to the worker.
+        """
+        interpreter = self.interpreter
+        fields = {"model": str(checkpoint.absolute()), field: dict(arguments)}
+        with Worker(interpreter.program, interpreter.python) as worker:
+            try:
+                resolved = worker.call("validate", Resolved, **fields).arguments
+            except WorkerError as error:
+                refused = f"{interpreter.release} refuses these {field.replace('_args', ' arguments')}"
+                raise worker.refusal(f"{refused}: {error}") from error
+        # `auto` lets the library choose.
+        changed = [name for name, value in arguments.items() if value not in ("auto", resolved.get(name, value))]
+        if changed:
+            changes = "; ".join(f"{name}={arguments[name]} becomes {resolved[name]}" for name in changed)
+            title = f"{self.program.library} {interpreter.release}"
+            raise UserError(f"backend.{changed[0]}: {title} changes it: {changes}; set the changed value")
+
     def run_parts(self) -> dict[str, object]:
         return {"python": self.config.python, **{key: getattr(self.config, key) for key in self.running_keys}}
 
@@ -135,24 +155,3 @@ def copy_linking_weights(names: Iterable[str], source: Path, out: Path) -> None:
     for name in names:
         if not name.endswith(".safetensors"):
             shutil.copyfile(source / name, out / name)
-
-
-def resolve(interpreter: Interpreter, checkpoint: Path, field: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as the library resolves them for a checkpoint. `field` names the arguments in the request to the worker.
-
-    Raises UserError if the library refuses or changes an argument.
-    """
-    title = f"{interpreter.program.library} {interpreter.release}"
-    fields = {"model": str(checkpoint.absolute()), field: dict(arguments)}
-    with Worker(interpreter.program, interpreter.python) as worker:
-        try:
-            resolved = worker.call("validate", Resolved, **fields).arguments
-        except WorkerError as error:
-            refused = f"{interpreter.release} refuses these {field.replace('_args', ' arguments')}"
-            raise worker.refusal(f"{refused}: {error}") from error
-    # `auto` lets the library choose.
-    changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
-    if changed:
-        changes = "; ".join(f"{name}={arguments[name]} becomes {resolved[name]}" for name in changed)
-        raise UserError(f"backend.{changed[0]}: {title} changes it: {changes}; set the changed value")
-    return resolved

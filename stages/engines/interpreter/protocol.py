@@ -71,8 +71,7 @@ class RunAnswer(StrictModel):
 
 
 class Loaded(StrictModel):
-    """Answer to `load`: times in milliseconds, and the peak number of used cache blocks if the library reports it."""
+    """Answer to `load`: times in milliseconds."""
 
     first_token_ms: list[float]
     step_ms: list[float]
-    blocks: int = 0

@@ -188,11 +188,11 @@ class RequestEngine(Engine, Generic[B, C]):
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
         loaded = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
-        memory = self._memory_of([len(prompt) + steps for prompt in prompts], loaded.blocks)
+        memory = self._memory_of([len(prompt) + steps for prompt in prompts])
         return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
 
-    def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:  # noqa: ARG002
-        """Return the memory of sequences of these lengths. Subclasses may use `blocks`, the library's number of used blocks."""
+    def _memory_of(self, lengths: Sequence[int]) -> MemoryReport:
+        """Return the memory of sequences of these lengths."""
         pages = sum(map(page_count, lengths))
         return MemoryReport(
             pool_bytes=self.policy.pool_bytes(self.shape, pages),

@@ -7,7 +7,7 @@ from stages.checkpoints.description import CheckpointInfo
 from stages.checkpoints.exports import describe_format, single_format_refusal
 from stages.core.errors import MissingRequirement, UserError
 from stages.engines.backend import Job
-from stages.engines.interpreter.backend import CHECKPOINT, InterpreterBackend, cannot_hold, copy_linking_weights, resolve
+from stages.engines.interpreter.backend import CHECKPOINT, InterpreterBackend, cannot_hold, copy_linking_weights
 from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
@@ -62,7 +62,7 @@ class SglangBackend(InterpreterBackend[SglangConfig]):
         """Write the checkpoint and the command. A policy of this backend has no scales, or scales of 1.0."""
         copy_linking_weights((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
         arguments = server_args(self.config, cache_dtype(policy, self.config))
-        resolve(self.interpreter, out / CHECKPOINT, "server_args", arguments)
+        self._check_arguments(out / CHECKPOINT, "server_args", arguments)
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
         command = f"python -m sglang.launch_server --model-path {CHECKPOINT} {' '.join(flags)}\n"
         (out / COMMAND_FILE).write_text(command, encoding="utf-8")

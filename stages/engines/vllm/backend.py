@@ -20,7 +20,7 @@ from stages.engines.backend import ROUNDING, Job
 from stages.engines.bundle import read_scales
 from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter import protocol
-from stages.engines.interpreter.backend import CHECKPOINT, InterpreterBackend, ServedBundle, cannot_hold, resolve
+from stages.engines.interpreter.backend import CHECKPOINT, InterpreterBackend, ServedBundle, cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
@@ -198,8 +198,6 @@ class VllmBundle(ServedBundle):
 
     platform: str
     """vLLM's platform: cpu or cuda."""
-    resolved: dict[str, Any]
-    """The checked arguments, as vLLM resolves them for this model."""
     kv_scales_in_checkpoint: bool
 
 
@@ -253,14 +251,13 @@ class VllmBackend(InterpreterBackend[VllmConfig]):
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
         write_checkpoint(info, out / CHECKPOINT, policy, read_scales(out / SCALES_FILE, policy, info.shape))
         arguments = engine_args(self.config, cache_dtype(policy, self.config), skipped_layers(policy) or [])
-        resolved = resolve(self.interpreter, out / CHECKPOINT, "engine_args", arguments)
+        self._check_arguments(out / CHECKPOINT, "engine_args", arguments)
         flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
         command = f"# vLLM {self.interpreter.release}: vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
         (out / ENGINE_ARGS_FILE).write_text(f"{command}\n{flags}", encoding="utf-8")
         return {
             "max_batch": self.config.max_num_seqs,
             "arguments": arguments,
-            "resolved": resolved,
             "platform": self.interpreter.description.platform,
             "kv_scales_in_checkpoint": delivers_scales(policy),
         }

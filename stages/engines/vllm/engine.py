@@ -139,12 +139,12 @@ class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
         arguments = {CACHE: max(MIN_CACHE, two_longest), **self._record.arguments, **self._evaluated}
         return self._load_model(bound, model, engine_args=arguments, key_fault=self._fault)
 
-    def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
-        """Return the memory of `blocks` blocks; if None, of the blocks that sequences of these lengths fill."""
+    def _memory_of(self, lengths: Sequence[int]) -> MemoryReport:
+        """Return the memory of the blocks that sequences of these lengths fill."""
         if not lengths:
             return MemoryReport(0, 0, 0, 0, 0)
         facts = self._read_facts()
-        blocks = sum(-(-length // facts.block_tokens) for length in lengths) if blocks is None else blocks
+        blocks = sum(-(-length // facts.block_tokens) for length in lengths)
         return MemoryReport(
             pool_bytes=blocks * facts.block_bytes,
             exact_bytes=0,

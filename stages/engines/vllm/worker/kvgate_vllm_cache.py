@@ -66,10 +66,6 @@ class Cache:
             return parts[0]
         return [number for part in parts for number in part * (self.heads // len(parts) // len(part))]
 
-    def used_blocks(self) -> int:
-        pool = self.core.scheduler.kv_cache_manager.block_pool
-        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is never free
-
     def corrupt_keys(self, factor: float) -> None:
         """Make attention read keys that are `factor` times the correct keys.
 

@@ -115,7 +115,7 @@ class VllmModel:
                     yield output.request_id, output, self.cache.freed.pop(output.request_id, ([], 0))
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the first-token time of each prompt, the times of `tokens - 1` joint steps, and the peak of used blocks.
+        """Return the first-token time of each prompt, and the times of `tokens - 1` joint steps.
 
         First-token times are vLLM's own, one prompt at a time.
         """
@@ -127,7 +127,7 @@ class VllmModel:
         for prompt in prompts:
             # Early prompts decode while later ones are prefilled. With the extra tokens all decode together long enough.
             self._add(prompt, tokens + len(prompts))
-        steps, peak_blocks, arrived, began = [], 0, 0, time.perf_counter()
+        steps, arrived, began = [], 0, time.perf_counter()
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
             now = time.perf_counter()
@@ -135,10 +135,9 @@ class VllmModel:
             if len(counts) == len(prompts) and min(counts) > arrived > 0:
                 steps.append((now - began) * 1e3)
             arrived, began = (min(counts), now) if len(counts) == len(prompts) else (0, now)
-            peak_blocks = max(peak_blocks, self.cache.used_blocks())
         if len(steps) < tokens - 1:
             raise RuntimeError(f"only {len(steps)} of {tokens - 1} steps decoded all {len(prompts)} prompts together")
-        return {"first_token_ms": first, "step_ms": steps[-(tokens - 1) :], "blocks": peak_blocks}
+        return {"first_token_ms": first, "step_ms": steps[-(tokens - 1) :]}
 
 
 def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
