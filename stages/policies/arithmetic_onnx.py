@@ -83,6 +83,10 @@ class Body:
         """Return an int64 constant, for shapes and axes."""
         return self.const(value, np.int64)
 
+    def concatenate(self, parts: Sequence[str]) -> str:
+        """Concatenate along the last axis."""
+        return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=-1)
+
     def reshape(self, x: str, *shape: int) -> str:
         """Append a Reshape. In `shape`, 0 keeps the input's dimension and -1 is inferred."""
         return self.op("Reshape", x, self.ints(list(shape)))
@@ -137,15 +141,6 @@ class GraphOptions:
     zero: str
 
 
-@dataclass(frozen=True)
-class Stream:
-    """One of the n codes in each stored element, for all elements: code = gain * x + offset, with x (B, H, T, D / n)."""
-
-    x: str
-    gain: float = 1.0
-    offset: float = 0.0
-
-
 class Graph(ABC):
     """Base of the formats' arithmetics in ONNX operators."""
 
@@ -157,8 +152,8 @@ class Graph(ABC):
         """Append nodes that quantize new tokens x (B, H, S, D); return codes (B, H, S, W), scales and zeros (B, H, S, g)."""
 
     @abstractmethod
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
-        """Read codes from the pool as unscaled numbers. Concatenated, the streams are the channels in order."""
+    def codes(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
+        """Read codes from the pool as unscaled numbers (B, H, T, D) in the compute dtype."""
 
     def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:  # noqa: ARG002
         return gather(pool, options.groups)
@@ -170,8 +165,8 @@ class ExactGraph(Graph):
     def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:  # noqa: ARG002
         return [body.op("Cast", x, to=onnx_type(self.spec.storage))]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
-        return [Stream(body.to_compute(gather(pool, options.head_dim)))]
+    def codes(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
+        return body.to_compute(gather(pool, options.head_dim))
 
 
 class ScaledGraph(Graph):
@@ -213,9 +208,9 @@ class FloatGraph(ScaledGraph):
         clipped = body.op("Clip", steps, body.real(-self.spec.limit), body.real(self.spec.limit))
         return body.op("QuantizeLinear", clipped, body.real(1.0), output_dtype=onnx_type(self.spec.storage))
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
+    def codes(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
         # Gather does not support float8, so the pool is converted first.
-        return [Stream(gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim))]
+        return gather(body.op("DequantizeLinear", pool, body.real(1.0)), options.head_dim)
 
 
 class IntegerGraph(ScaledGraph):
@@ -244,18 +239,17 @@ class IntegerGraph(ScaledGraph):
         lowest = 0.0 if symmetric else half
         return [lowest - half] * (self.spec.packed - 1) + [lowest]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
-        # Split into the floor and the fraction of byte / 2 ** (8 - bits), which are exact even in float16.
-        offsets, bits = self.offsets(symmetric=options.symmetric), self.spec.bits
-        step = 2.0**bits
-        x = body.op("DequantizeLinear", gather(pool, options.head_dim // len(offsets)), body.real(2.0 ** (bits - 8)))
-        streams: list[Stream] = []
-        for offset in reversed(offsets[1:]):
-            x = body.op("Mul", x, body.real(step)) if streams else x
-            whole = body.op("Floor", x)
-            x = body.op("Sub", x, whole)
-            streams.insert(0, Stream(whole, offset=offset))
-        return [Stream(x, step if streams else 1.0, offsets[0]), *streams]
+    def codes(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
+        offsets, step = self.offsets(symmetric=options.symmetric), 2.0**self.spec.bits
+        stored = gather(pool, options.head_dim // len(offsets))
+        # The floor is the byte's highest number, and `step` times the fraction is the rest. Both are exact even in float16.
+        x = body.op("DequantizeLinear", stored, body.real(step ** (1 - len(offsets))))
+        numbers: list[str] = []
+        for _ in offsets[1:]:
+            numbers.insert(0, body.op("Floor", x))
+            x = body.op("Mul", body.op("Sub", x, numbers[0]), body.real(step))
+        pairs = zip([x, *numbers], offsets, strict=True)
+        return body.concatenate([body.op("Add", number, body.real(offset)) if offset else number for number, offset in pairs])
 
 
 KINDS: dict[str, type[Graph]] = {"exact": ExactGraph, "float": FloatGraph, "integer": IntegerGraph}

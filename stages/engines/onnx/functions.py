@@ -22,7 +22,7 @@ from itertools import pairwise
 import onnx
 
 from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.onnx.formats import SideCodec, read_scores, read_values
+from stages.engines.onnx.formats import SideCodec, read_numbers
 from stages.policies.arithmetic_onnx import Body
 from stages.policies.policy import PAGE_TOKENS, SIDES, Eviction, KVPolicy, Side
 
@@ -88,8 +88,8 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     masks = _pool_masks(body, spec, low)
 
     masked = body.real(MASKED[body.compute])
-    scores = _softcap(body, spec, _concatenate(body, [read_scores(body, codec, q, index) for codec, index in keys]))
-    parts = [body.op("Where", _concatenate(body, masks), scores, masked)]
+    products = [_dot_products(body, codec.rotate(body, q), read_numbers(body, codec, index)) for codec, index in keys]
+    parts = [body.op("Where", body.concatenate(masks), _softcap(body, spec, body.concatenate(products)), masked)]
     if exact:
         scores = _softcap(body, spec, _dot_products(body, q, _exact_rows(body, "key_exact")))
         parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
@@ -97,7 +97,7 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
 
     if info.sinks:  # a column of the softmax that no slice below reads
         parts.insert(0, _sink_scores(body, spec))
-    p = body.op("Softmax", _concatenate(body, parts), axis=-1)
+    p = body.op("Softmax", body.concatenate(parts), axis=-1)
     sizes = [_positions_of(body, index) for _, index in values] + ([body.ints([exact])] if exact else [])
     ends = [body.ints([int(info.sinks)])]
     for size in sizes:
@@ -107,7 +107,8 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     if exact:
         out = body.op("Add", out, body.op("MatMul", pieces[-2], _exact_rows(body, "value_exact")))
     for (codec, index), piece in zip(values, pieces, strict=False):
-        out = body.op("Add", out, read_values(body, codec, piece, index))
+        sums = body.op("MatMul", piece, read_numbers(body, codec, index))
+        out = body.op("Add", out, codec.rotate(body, sums))
     split = body.op("Reshape", body.to_activations(out), _shape(body, 0, info.q_heads, "S", dim))
     body.op("Transpose", split, perm=[0, 2, 1, 3], out="attended")
     return body.function("PagedAttention", spec.layer, spec.inputs, ["attended"])
@@ -211,7 +212,7 @@ def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:
         positions = body.op("Sub", newest, age)
         counts = body.op("GreaterOrEqual", positions, body.const(sink, "int32"))
         parts.append(_mask_before(body, counts, positions, low))
-    return _concatenate(body, parts)
+    return body.concatenate(parts)
 
 
 def _mask_before(body: Body, mask: str, positions: str, low: str | None) -> str:
@@ -269,10 +270,6 @@ def _steps(body: Body, count: str) -> str:
 
 def _per_sequence(body: Body, name: str) -> str:
     return body.reshape(name, -1, 1, 1, 1)
-
-
-def _concatenate(body: Body, parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else body.op("Concat", *parts, axis=-1)
 
 
 def _dot_products(body: Body, q: str, k: str) -> str:

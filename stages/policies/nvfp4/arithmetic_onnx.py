@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 
-from stages.policies.arithmetic_onnx import Body, Gather, Graph, GraphOptions, Stream, onnx_type
+from stages.policies.arithmetic_onnx import Body, Gather, Graph, GraphOptions, onnx_type
 from stages.policies.table import NVFP4, NVFP4_MAGNITUDES, NVFP4_SCALES
 
 _E2M1 = np.concatenate([NVFP4_MAGNITUDES, np.negative(NVFP4_MAGNITUDES)])
@@ -32,10 +32,10 @@ class Nvfp4BlocksGraph(Graph):
         scales = body.op("QuantizeLinear", body.reshape(scale, 0, 0, 0, -1), one, output_dtype=stored_type)
         return [body.op("Cast", byte, to=onnx_type(self.spec.storage)), scales]
 
-    def streams(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> list[Stream]:
+    def codes(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
         codes = body.op("Cast", gather(pool, options.head_dim // 2), to=onnx.TensorProto.INT32)
         byte = body.op("Add", codes, body.const(128, np.int32))
-        return [Stream(body.op("Gather", body.real(table), byte, axis=0)) for table in E2M1_OF_BYTES]
+        return body.concatenate([body.op("Gather", body.real(table), byte, axis=0) for table in E2M1_OF_BYTES])
 
     def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
         # The layer's scale is too small for float16, but its products with the block scales are not.
