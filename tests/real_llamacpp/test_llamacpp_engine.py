@@ -25,7 +25,7 @@ from helpers.verdicts.reports import lines
 
 from stages.core.errors import UserError
 from stages.core.records import no_progress
-from stages.engines.llamacpp import backend, engine
+from stages.engines.llamacpp import backend
 from stages.engines.llamacpp.backend import LlamaCppBackend
 from stages.engines.llamacpp.engine import LlamaCppEngine
 from stages.engines.reference.formats import quantize
@@ -193,7 +193,7 @@ def test_a_sound_cache_conforms_and_one_without_rotation_fails(
     assert report.tests.free_answers is not None
     assert report.tests.free_answers.contradictions == []
 
-    monkeypatch.setattr(engine, "open_context", lambda *arguments: backend.open_context(*(*arguments[:-1], False)))
+    monkeypatch.setattr(backend, "rotates", lambda *_: False)
     directory, _ = judge(configured(tmp_path / "work", *overrides, "kv.name=rotated"), "does not compute its policy: FAIL")
     failed = [line.reason for line in lines("conformance", load_report(directory)) if line.status == "FAIL"]
     assert len(failed) == 1

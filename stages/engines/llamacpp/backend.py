@@ -89,32 +89,25 @@ COMMAND_FILE = "launch.txt"
 class LlamaCppBundle(ServedBundle):
     """`bundle.json`. `arguments` are the parameters of a llama.cpp context."""
 
-    types: dict[str, str]
-    """ggml types by side: `key` and `value`."""
-    rotates: bool
     model_type: str
     """The model type in transformers, which determines the order of the keys' channels."""
 
 
 def open_context(
-    interpreter: Interpreter,
-    gguf: Path,
-    config: LlamaCppConfig,
-    arguments: dict[str, Any],
-    types: dict[str, str],
-    rotates: bool,
+    interpreter: Interpreter, gguf: Path, arguments: dict[str, Any], policy: KVPolicy, head_dim: int, threads: int | None
 ) -> Worker:
     """Return a worker with the model loaded. Raises UserError if llama.cpp refuses the model."""
-    environment = {"LLAMA_ATTN_ROT_DISABLE": str(int(not rotates))}
-    refusal = f"{interpreter.release} cannot load {gguf}"
-    fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": config.threads}
+    environment = {"LLAMA_ATTN_ROT_DISABLE": str(int(not rotates(policy, head_dim)))}
+    refusal, types = f"{interpreter.release} cannot load {gguf}", cache_types(policy, head_dim)
+    fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": threads}
     return open_model(interpreter, environment, refusal, **fields)
 
 
-def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -> str:
+def _command(config: LlamaCppConfig, policy: KVPolicy, head_dim: int) -> str:
+    types = cache_types(policy, head_dim)
     chosen = f"--cache-type-k {types[Side.KEY]} --cache-type-v {types[Side.VALUE]}"
     limits = f"--ctx-size {config.n_ctx * config.n_seq_max} --parallel {config.n_seq_max} --batch-size {config.n_batch}"
-    variable = "" if rotated else "LLAMA_ATTN_ROT_DISABLE=1 "
+    variable = "" if rotates(policy, head_dim) else "LLAMA_ATTN_ROT_DISABLE=1 "
     return f"{variable}llama-server --model {GGUF} {chosen} --flash-attn on {limits}\n"
 
 
@@ -156,16 +149,12 @@ class LlamaCppBackend(InterpreterBackend[LlamaCppConfig]):
 
     def write_served(self, out: Path, info: CheckpointInfo, policy: KVPolicy) -> dict[str, Any]:
         link_or_copy(self.gguf, out / GGUF)
-        types = cache_types(policy, info.shape.head_dim)
-        context: dict[str, Any] = {
-            "arguments": self.config.model_dump(include={"n_ctx", "n_seq_max", "n_batch"}),
-            "types": {str(side): name for side, name in types.items()},
-            "rotates": rotates(policy, info.shape.head_dim),
-        }
-        with open_context(self.interpreter, out / GGUF, self.config, **context):
+        arguments, head_dim = self.config.model_dump(include={"n_ctx", "n_seq_max", "n_batch"}), info.shape.head_dim
+        with open_context(self.interpreter, out / GGUF, arguments, policy, head_dim, self.config.threads):
             pass
-        (out / COMMAND_FILE).write_text(_command(self.config, types, rotated=context["rotates"]), encoding="utf-8")
-        return {"max_batch": self.config.n_seq_max, "model_type": str(read_config(info.path)["model_type"]), **context}
+        (out / COMMAND_FILE).write_text(_command(self.config, policy, head_dim), encoding="utf-8")
+        model_type = str(read_config(info.path)["model_type"])
+        return {"max_batch": self.config.n_seq_max, "model_type": model_type, "arguments": arguments}
 
 
 open_backend = LlamaCppBackend

@@ -33,10 +33,8 @@ class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
         self._multiply_fault(factor)
 
     def _open(self) -> Worker:
-        described = self._record
-        return open_context(
-            self._interpreter, self._bundle / GGUF, self._config, described.arguments, described.types, described.rotates
-        )
+        gguf, arguments, threads = self._bundle / GGUF, self._record.arguments, self._config.threads
+        return open_context(self._interpreter, gguf, arguments, self.policy, self.shape.head_dim, threads)
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
         """Raise UserError if a request exceeds `n_ctx`. The last generated token does not count, because it is never stored."""
