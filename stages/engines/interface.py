@@ -82,10 +82,6 @@ class Engine(ABC):
             check_tokens(prompt, self.vocab_size)
         return self._prefill_batch(prompts)
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Start one sequence for each prompt, like `prefill`, and return only the handles."""
-        return self.prefill(prompts)[0]
-
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Append one token to each sequence.
 

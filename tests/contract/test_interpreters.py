@@ -126,13 +126,16 @@ def test_times_come_from_the_library(engine: RequestEngine[Any, Any]) -> None:
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_work(library: ExternalLibrary, bundle: Path, python: str) -> None:
     engine = open_engine(bundle, python)
-    handles = engine.begin([[1] * 20, [1] * 512])
-    with pytest.raises(UserError, match="does not fit"):
-        engine.decode(handles, [2, 2])
-    assert engine.memory().live_tokens == 20 + 512, "a refused batch stores no token"
     with pytest.raises(UserError, match=rf"backend\.{library.limit}=512: a prompt of 400 tokens with 113 more does not fit"):
         engine.forced([1] * 512, 400)
     assert engine._worker is None
+    handles, _ = engine.prefill([[1] * 20, [1] * 500])
+    for _ in range(11):
+        engine.decode(handles, [2, 2])
+    with pytest.raises(UserError, match="does not fit"):
+        engine.decode(handles, [2, 2])
+    assert engine.memory().live_tokens == 20 + 500 + 2 * 11, "a refused batch stores no token"
+    engine.close()
 
 
 def test_a_bundle_of_another_release_is_refused_with_both(library: ExternalLibrary, bundle: Path, tmp_path: Path) -> None:

@@ -130,12 +130,6 @@ class RequestEngine(Engine, Generic[B, C]):
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([np.zeros((0, self.vocab_size), np.float32), *(rows for _, rows in answers)])
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Start sequences without a call to the worker; the request of the first decode step also prefills the prompt."""
-        for prompt in prompts:
-            check_tokens(prompt, self.vocab_size)
-        return [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
-
     def _answer(
         self,
         continuations: Sequence[Continuation],

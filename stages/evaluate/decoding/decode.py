@@ -292,7 +292,7 @@ class Batch:
         if not admitted:
             return
         alone = [i for i in admitted if not (self.can_fork and self.encoded[i].shared)]
-        handles = dict(zip(alone, self.engine.begin([self.encoded[i].prompt[:-1] for i in alone]), strict=True))
+        handles = dict(zip(alone, self.engine.prefill([self.encoded[i].prompt[:-1] for i in alone])[0], strict=True))
         for i in admitted:
             sample = _RunningSample(i, self.encoded[i], answer=[] if self.free else None)
             handle = handles[i] if i in handles else self._fork_prefix(sample)
@@ -304,7 +304,7 @@ class Batch:
         """Return a sequence that holds the sample's prompt except its last token, forked from the shared prefix."""
         item = sample.item
         if item.prefix not in self.prefixes:
-            (self.prefixes[item.prefix],) = self.engine.begin([item.prompt[: item.shared]])
+            (self.prefixes[item.prefix],), _ = self.engine.prefill([item.prompt[: item.shared]])
         assert isinstance(self.engine, SupportsFork)
         handle = self.engine.fork(self.prefixes[item.prefix])
         self.users[item.prefix] -= 1
