@@ -59,7 +59,7 @@ def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **ch
     write_checkpoint(gguf, checkpoint)
     scales = write_scales(out.with_suffix(".json"), policy)
     build(checkpoint, out, config, gguf, policy, scales)
-    return LlamaCppEngine(out, config)
+    return LlamaCppEngine(out, LlamaCppBackend(config))
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ class ServedBundle(ShapedRecord):
 
 
 class InterpreterBackend(Backend[C], Generic[C]):
-    """A backend whose library runs in another interpreter. `load_engine` of its `engine.py` receives the configuration."""
+    """A backend whose library runs in another interpreter. `load_engine` of its `engine.py` receives the backend."""
 
     program: ClassVar[Program]
     record: ClassVar[type[ServedBundle]] = ServedBundle
@@ -137,7 +137,7 @@ class InterpreterBackend(Backend[C], Generic[C]):
         return {"python": self.config.python, **{key: getattr(self.config, key) for key in self.running_keys}}
 
     def load(self, bundle: Path) -> Engine:
-        engine: Engine = import_module(f"stages.engines.{self.config.folder}.engine").load_engine(bundle, self.config)
+        engine: Engine = import_module(f"stages.engines.{self.config.folder}.engine").load_engine(bundle, self)
         return engine
 
 

@@ -27,11 +27,12 @@ from stages.engines.base import SequenceTable
 from stages.engines.bundle import open_bundle
 from stages.engines.config import InterpreterConfig
 from stages.engines.interface import Continuation, Engine, Logits, check_tokens
-from stages.engines.interpreter.backend import CHECKPOINT, ServedBundle
-from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, inspect_interpreter
+from stages.engines.interpreter.backend import CHECKPOINT, InterpreterBackend, ServedBundle
+from stages.engines.interpreter.process import A, Interpreter, Worker, WorkerError
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 from stages.policies.formats import Format
-from stages.policies.policy import Side, page_count
+from stages.policies.policy import KVPolicy, Side, page_count
+from stages.policies.scales import KVScales
 
 Bytes = npt.NDArray[np.uint8]
 B = TypeVar("B", bound=ServedBundle)
@@ -71,19 +72,19 @@ class RequestEngine(Engine, Generic[B, C]):
     engine stops this engine's worker, and the next request to this engine starts its worker again.
     """
 
-    program: ClassVar[Program]
-    record: type[B]
     max_tokens: int
     max_batch: int
     _running: ClassVar["weakref.ref[RequestEngine[Any, Any]] | None"] = None
 
-    def __init__(self, bundle: Path, config: C) -> None:
-        self._record, policy, self._scales = open_bundle(bundle, self.record, config.name)
-        self._interpreter = inspect_interpreter(self.program, config.python)
+    def __init__(self, bundle: Path, backend: InterpreterBackend[C]) -> None:
+        record: type[Any] = backend.record
+        opened: tuple[B, KVPolicy, KVScales] = open_bundle(bundle, record, backend.config.name)
+        self._record, policy, self._scales = opened
+        self._interpreter = backend.interpreter
         self._check_machine(bundle)
         super().__init__(policy, self._record.shape, self._record.vocab_size)
         self.max_tokens, self.max_batch = self._record.max_tokens, self._record.max_batch
-        self._bundle, self._config = bundle.absolute(), config
+        self._bundle, self._config = bundle.absolute(), backend.config
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self._worker: Worker | None = None
         self._fault = 1.0
@@ -250,8 +251,8 @@ class RequestEngine(Engine, Generic[B, C]):
 class InspectableEngine(RequestEngine[B, C]):
     """A request engine whose library also returns the cached bytes of a request."""
 
-    def __init__(self, bundle: Path, config: C) -> None:
-        super().__init__(bundle, config)
+    def __init__(self, bundle: Path, backend: InterpreterBackend[C]) -> None:
+        super().__init__(bundle, backend)
         self._copies: list[list[dict[Side, StoredCopy]]] = []
         """Cached copies by layer and side, for each request of the last `forced_together`."""
 

@@ -12,21 +12,19 @@ from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
 from stages.engines.interpreter.requests import Bytes, InspectableEngine, WorkerRequest
-from stages.engines.llamacpp.backend import GGUF, PROGRAM, LlamaCppBundle, open_context
+from stages.engines.llamacpp.backend import GGUF, LlamaCppBackend, LlamaCppBundle, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.policies.formats import Format
 from stages.policies.policy import Side
 
 
 class LlamaCppEngine(InspectableEngine[LlamaCppBundle, LlamaCppConfig]):
-    program = PROGRAM
-    record = LlamaCppBundle
     reads_itself = True
     """llama.cpp stores keys and values before attention, which reads only the cache, even for prompts."""
     logit_step = LOGIT_STEP["float16"]
 
-    def __init__(self, bundle: Path, config: LlamaCppConfig) -> None:
-        super().__init__(bundle, config)
+    def __init__(self, bundle: Path, backend: LlamaCppBackend) -> None:
+        super().__init__(bundle, backend)
         self.prefill_chunk = int(self._record.arguments["n_batch"])
 
     def corrupt_key_scale(self, factor: float) -> None:

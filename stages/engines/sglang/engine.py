@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from stages.engines.base import LOGIT_STEP
-from stages.engines.config import InterpreterConfig
 from stages.engines.interpreter.backend import ServedBundle, copy_linking_weights
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import RequestEngine
-from stages.engines.sglang.backend import PROGRAM
+from stages.engines.sglang.backend import SglangBackend
+from stages.engines.sglang.config import SglangConfig
 
 KEY_NORM = "self_attn.k_norm.weight"
 KEY_PROJECTION = ("self_attn.k_proj.weight", "self_attn.k_proj.bias")
@@ -26,14 +26,11 @@ EVALUATION = {
 processor would see each token one step late."""
 
 
-class SglangEngine(RequestEngine[ServedBundle, InterpreterConfig]):
+class SglangEngine(RequestEngine[ServedBundle, SglangConfig]):
     """An engine of SGLang, whose cache has no scales: the must-fail control loads a checkpoint that computes wrong keys."""
 
-    program = PROGRAM
-    record = ServedBundle
-
-    def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
-        super().__init__(bundle, config)
+    def __init__(self, bundle: Path, backend: SglangBackend) -> None:
+        super().__init__(bundle, backend)
         self._arguments = {**self._record.arguments, **EVALUATION}
         self.prefill_chunk = int(self._arguments["chunked_prefill_size"])
         self.logit_step = LOGIT_STEP[str(self._arguments["dtype"])]

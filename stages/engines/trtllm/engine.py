@@ -16,9 +16,6 @@ from stages.policies.scales import LayerDelivery
 
 
 class TrtllmEngine(RequestEngine[TrtllmBundle, TrtllmConfig]):
-    program = PROGRAM
-    record = TrtllmBundle
-
     def _check_machine(self, bundle: Path) -> None:
         ranks, built_for = self._record.tensor_parallel_size, self._record.built_for
         if self._record.target == "engine":

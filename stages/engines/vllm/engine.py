@@ -17,7 +17,7 @@ from stages.engines.interface import ForcedRequest
 from stages.engines.interpreter.backend import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import Bytes, InspectableEngine, forced_request
-from stages.engines.vllm.backend import PROGRAM, VllmBundle, VllmFacts, on_cpu
+from stages.engines.vllm.backend import VllmBackend, VllmBundle, VllmFacts, on_cpu
 from stages.engines.vllm.checkpoint import stored_scales, write_faulted
 from stages.engines.vllm.config import VllmConfig
 from stages.policies.formats import Format
@@ -45,16 +45,14 @@ of the reference engine."""
 class VllmEngine(InspectableEngine[VllmBundle, VllmConfig]):
     """An engine that sends requests to vLLM and reads scales and codes from its cache."""
 
-    program = PROGRAM
-    record = VllmBundle
     reads_itself = True
     """vLLM stores each token's key and value before attention, which reads only the cache, even for prompts."""
 
     full_pool_requests = 24
     """Default of `workloads.full_pool`. In production vLLM serves from a full pool, where most reported cache bugs occur."""
 
-    def __init__(self, bundle: Path, config: VllmConfig) -> None:
-        super().__init__(bundle, config)
+    def __init__(self, bundle: Path, backend: VllmBackend) -> None:
+        super().__init__(bundle, backend)
         self.prefill_chunk = int(self._record.arguments["max_num_batched_tokens"])
         self.logit_step = LOGIT_STEP[str(self._record.arguments["dtype"])]
         self._evaluated = EVALUATION_ARGS
