@@ -30,7 +30,7 @@ class EmptyAnswer(StrictModel):
 
 
 class Resolved(StrictModel):
-    """Answer to `validate`, and to `facts` of SGLang: arguments as the library resolved them."""
+    """Answer to `validate`: arguments as the library resolved them."""
 
     arguments: dict[str, Any]
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.backend import ServedBundle, copy_linking_weights
 from stages.engines.interpreter.process import Worker
-from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.sglang.backend import SglangBackend
 from stages.engines.sglang.config import SglangConfig
@@ -36,16 +35,7 @@ class SglangEngine(RequestEngine[ServedBundle, SglangConfig]):
         self.logit_step = LOGIT_STEP[str(self._arguments["dtype"])]
 
     def _open(self) -> Worker:
-        worker = self._load_model({}, self._checkpoint(self._write_faulted), server_args=self._arguments)
-        try:
-            arguments = worker.call("facts", Resolved).arguments
-            expected = self._arguments["kv_cache_dtype"]
-            if expected != "auto" and arguments.get("kv_cache_dtype", expected) != expected:
-                raise worker.refusal(f"uses a cache of type {arguments['kv_cache_dtype']} instead of {expected}")
-        except BaseException:
-            worker.close()
-            raise
-        return worker
+        return self._load_model({}, self._checkpoint(self._write_faulted), server_args=self._arguments)
 
     def _write_faulted(self, checkpoint: Path, out: Path, factor: float) -> None:
         write_faulted(checkpoint, out, factor, self.shape.kv_heads * self.shape.head_dim)

@@ -36,12 +36,12 @@ class SglangModel:
         import sglang
 
         run = partial(kvgate_rows.run, generate=self.generate)
-        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": run, "load": self.load}
+        self.operations: kvgate_channel.Operations = {"run": run, "load": self.load}
         self.engine = sglang.Engine(model_path=model, **server_args)
-
-    def facts(self) -> dict[str, Any]:
-        info = self.engine.get_server_info()
-        return {"arguments": {name: info[name] for name in ("kv_cache_dtype", "dtype", "disable_radix_cache") if name in info}}
+        expected = server_args["kv_cache_dtype"]
+        cache = self.engine.get_server_info().get("kv_cache_dtype", expected)
+        if expected not in ("auto", cache):
+            raise RuntimeError(f"SGLang uses a cache of type {cache} instead of {expected}")
 
     def generate(self, prompts: list[list[int]], requests: list[dict[str, Any]], paths: list[str]) -> list[Any]:
         """Return each request's tokens, and write its rows to its file."""
