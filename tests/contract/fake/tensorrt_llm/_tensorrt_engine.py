@@ -1,7 +1,6 @@
 """The engine runtime."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ class LLM(Runtime):
         super().__init__()
         only(ENGINE["llm"], arguments, "LLM")
         only(ENGINE["kv_cache_config"], arguments["kv_cache_config"], "KvCacheConfig")
-        if MODE == "crash while loading":
-            os.abort()
         if MODE == "hang while loading":
             time.sleep(600)
         folder = Path(arguments["model"])
