@@ -16,6 +16,7 @@ from pipeline.cli.next_steps import NextStep
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.config.options import TINY
+from stages.evaluate.inputs.samples import load_samples
 from stages.verdict.candidate import Candidate
 from stages.verdict.verdict import Check, Gate, Status
 
@@ -137,7 +138,7 @@ def test_the_suggested_change_depends_on_the_undecided_gates(
     step = next_steps.after_judging(config_of(*base), [judged], base)
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
-        composed(step)
+        assert load_samples(composed(step).workloads), "the suggested questions exist"
 
 
 @pytest.mark.parametrize("on_path", [True, False])
