@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from helpers.engines.interpreters import ALGORITHMS as CACHES
 from helpers.engines.interpreters import config_of
-from helpers.engines.vllm_facts import FACTS_FILE, engine_arguments
 from helpers.policies.shipped import SHIPPED, conf
 
 from stages.core.errors import UserError
@@ -25,7 +24,8 @@ from stages.engines.trtllm import build, settings
 from stages.engines.trtllm.backend import refuse_gpus
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.vllm.backend import PROGRAM as VLLM
-from stages.engines.vllm.backend import cache_dtype
+from stages.engines.vllm.backend import cache_dtype, engine_args
+from stages.engines.vllm.engine import EVALUATION_ARGS
 from stages.quantize.recipe import QUANT_ALGO
 
 FACTS = Path(__file__).resolve().parent / "facts"
@@ -121,13 +121,16 @@ def test_named_tensors_and_algorithms_exist_in_tensorrt_llm() -> None:
         assert set(algorithms) <= set(ENGINE["quantization"]["quant_algo"])
 
 
-VLLM_FACTS: dict[str, dict[str, Any]] = json.loads(FACTS_FILE.read_text(encoding="utf-8"))
+VLLM_FACTS: dict[str, dict[str, Any]] = json.loads((FACTS / "vllm.json").read_text(encoding="utf-8"))
+"""Release -> the types of `CacheDType` in its config/cache.py, and the fields of `EngineArgs` in its engine/arg_utils.py that
+kvgate sets."""
 
 
 def test_every_checked_release_has_our_arguments() -> None:
     assert {release.rpartition(".")[0] for release in VLLM_FACTS} == set(VLLM.checked_releases)
+    serving = engine_args(config_of("vllm", "python3", kv_cache_gib=1), "auto", ["0"])
     for facts in VLLM_FACTS.values():
-        assert engine_arguments() == set(facts["EngineArgs"])
+        assert {"model", *serving, *EVALUATION_ARGS, "num_gpu_blocks_override"} == set(facts["EngineArgs"])
 
 
 def test_every_checked_release_has_the_types_of_the_policies() -> None:
