@@ -83,15 +83,19 @@ def checkpoint(directory: Path) -> Path:
     return directory
 
 
+def with_model(change: Callable[[Path], object]) -> Prepare:
+    """Create `model`, and call `change` with its directory."""
+    return lambda directory: change(checkpoint(directory / "model"))
+
+
 def with_file(name: str, content: str | bytes | Callable[[bytes], str | bytes]) -> Prepare:
     """Create `model` with one file replaced or changed."""
 
-    def prepare(directory: Path) -> None:
-        path = checkpoint(directory / "model") / name
-        new = content(path.read_bytes()) if callable(content) else content
-        path.write_bytes(new.encode() if isinstance(new, str) else new)
+    def change(model: Path) -> None:
+        new = content((model / name).read_bytes()) if callable(content) else content
+        (model / name).write_bytes(new.encode() if isinstance(new, str) else new)
 
-    return prepare
+    return with_model(change)
 
 
 def with_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Prepare:
@@ -104,52 +108,38 @@ def with_config(**changes: Any) -> Prepare:
     return with_json("config.json", lambda old: {key: value for key, value in (old | changes).items() if value is not ...})
 
 
-def with_weights(
-    change: Callable[[dict[str, tuple[int, ...]]], object] = lambda _: None, dtypes: Mapping[str, str] | None = None,
-    **options: Any,
-) -> Prepare:  # fmt: skip
-    """Create `model` with changed tensors. `dtypes` and `options` are passed to `safetensors`."""
-
-    def prepare(directory: Path) -> None:
-        tensors = shapes()
-        change(tensors)
-        safetensors(checkpoint(directory / "model") / "model.safetensors", tensors, dtypes, **options)
-
-    return prepare
+def with_weights(tensors: Mapping[str, tuple[int, ...]], **options: Any) -> Prepare:
+    """Create `model` with these tensors. `options` are passed to `safetensors`."""
+    return with_model(lambda model: safetensors(model / "model.safetensors", tensors, **options))
 
 
-def with_shards(weight_map: object, files: dict[str, list[str]] | None = None) -> Prepare:
+def with_shards(index: object, files: Mapping[str, list[str]] | None = None) -> Prepare:
     """Create `model` with shards and an index.
 
     Args:
-        weight_map: Content of the index, or a function that returns it, given the correct map from tensor to file.
+        index: Content of the index.
         files: File -> names of its tensors; by default two shards have half of the tensors each.
     """
+    tensors = shapes()
+    halves = {"a.safetensors": list(tensors)[:10], "b.safetensors": list(tensors)[10:]}
 
-    def prepare(directory: Path) -> None:
-        model = checkpoint(directory / "model")
+    def change(model: Path) -> None:
         (model / "model.safetensors").unlink()
-        tensors = shapes()
-        names = list(tensors)
-        parts = files or {"a.safetensors": names[:10], "b.safetensors": names[10:]}
-        for file, part in parts.items():
-            safetensors(model / file, {name: tensors[name] for name in part})
-        correct_map = {name: file for file, part in parts.items() for name in part}
-        index = weight_map(correct_map) if callable(weight_map) else weight_map
+        for file, names in (files or halves).items():
+            safetensors(model / file, {name: tensors[name] for name in names})
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    return prepare
+    return with_model(change)
 
 
 def with_replaced(name: str, make: Callable[[Path], object]) -> Prepare:
     """Create `model`, delete one file, and call `make` with its path."""
 
-    def prepare(directory: Path) -> None:
-        path = checkpoint(directory / "model") / name
-        path.unlink(missing_ok=True)
-        make(path)
+    def change(model: Path) -> None:
+        (model / name).unlink(missing_ok=True)
+        make(model / name)
 
-    return prepare
+    return with_model(change)
 
 
 def sparse_file(size: int) -> Callable[[Path], None]:

@@ -124,8 +124,6 @@ CASES = [
     *(BadInput(" ".join(arguments), arguments, expected) for arguments, expected in LOADS),
     *(BadInput(f"workloads.jsonl: {what}", ("workloads.jsonl=x",), ("workloads.jsonl=x",), with_path("x", make))
       for what, make in (("a pipe", os.mkfifo), ("a directory", Path.mkdir), ("100 GB", sparse_file(100 << 30)))),
-    BadInput("monitor.snapshot: a pipe", ("stage=monitor", "monitor.snapshot=x"), ("monitor.snapshot=x",),
-             with_path("x", os.mkfifo)),
     BadInput("stage=rollback without a champion", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
     BadInput("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
              runs_stage=True),
