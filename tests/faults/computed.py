@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
-from faults.hooks import SOUND, Fault, Plant, add, given, method, write, zero
+from faults.hooks import Fault, Plant, add, given, method, sound, write, zero
 from stages.engines.onnx import engine as onnx_engine
 from stages.engines.onnx.native import compiler
 from stages.engines.reference.cache import Storage
@@ -86,7 +86,7 @@ def kernel(before: str, after: str) -> Callable[[], AbstractContextManager[None]
 
 def mutant(name: str, models: str, before: str, after: str) -> Fault:
     """Return a fault: a kernel with one place changed."""
-    return Fault("kernels", name, models, SOUND, kernel(before, after))
+    return Fault("kernels", name, models, sound, kernel(before, after))
 
 
 position, turn, reference = (partial(Fault, kind) for kind in ("positions", "turns", "reference"))

@@ -1,6 +1,6 @@
 """Hooks that plant faults in a loaded ONNX engine: in stored data, in the graphs' inputs, in data they read, in a method.
 
-A hook returns a plant: a function that patches one engine. Plants can be added. An edit receives the current values and the
+A hook returns a plant: a function that patches one engine. An edit receives the current values and the
 step, and returns the new values. Shapes: B sequences, H KV heads, S new tokens, W elements per token, P pages per sequence, V
 vocab_size.
 """
@@ -22,25 +22,22 @@ TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_
 """Graph inputs that come from the pool; all other inputs come from the engine."""
 
 
-@dataclass(frozen=True)
-class Plant:
-    """An in-place patch of one loaded engine. Classes and modules are not patched, so other engines stay sound."""
-
-    apply: Callable[[Any], None]
-
-    def __call__(self, engine: Any) -> None:
-        self.apply(engine)
-
-    def __add__(self, other: "Plant") -> "Plant":
-        def apply(engine: Any) -> None:
-            self.apply(engine)
-            other.apply(engine)
-
-        return Plant(apply)
+Plant = Callable[[Any], None]
+"""An in-place patch of one loaded engine. Classes and modules are not patched, so other engines stay sound."""
 
 
-SOUND = Plant(lambda _: None)
-"""A plant that changes nothing."""
+def both(first: Plant, *others: Plant) -> Plant:
+    """Apply several plants in order."""
+
+    def apply(engine: Any) -> None:
+        for plant in (first, *others):
+            plant(engine)
+
+    return apply
+
+
+def sound(_: Any) -> None:
+    """Change nothing."""
 
 
 @dataclass
@@ -130,11 +127,9 @@ def write(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
 
         def faulty(handles: Sequence[int], new: dict[str, Array]) -> None:
             step, changed = run(), dict(new)
-            step.memo["new"] = new
             for name, values in new.items():
                 array, _, layer = name.partition(".")
                 if array in wanted and int(layer) in layers:
-                    step.memo["layer"] = int(layer)
                     where = np.broadcast_to(np.asarray(at(step)), step.ids.shape)[:, None, :, None]
                     some, edited = values[:, heads], values.copy()
                     edited[:, heads] = np.where(where, edit(some, step), some).astype(values.dtype)
@@ -143,7 +138,7 @@ def write(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
 
         engine.pool.append = faulty
 
-    return Plant(apply)
+    return apply
 
 
 def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
@@ -169,7 +164,7 @@ def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Pl
         put = session.put
         session.put = lambda given, values: put(given, edited(values) if given == name and run().mode == mode else values)
 
-    return Plant(apply)
+    return apply
 
 
 def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = range(99), heads: Any = slice(None)) -> Plant:
@@ -197,7 +192,7 @@ def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
 
         session.run = faulty
 
-    return Plant(apply)
+    return apply
 
 
 def logits(edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
@@ -213,7 +208,7 @@ def logits(edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
 
         engine._run = faulty
 
-    return Plant(apply)
+    return apply
 
 
 def method(path: str, faulty: Callable[..., Any]) -> Plant:
@@ -226,10 +221,39 @@ def method(path: str, faulty: Callable[..., Any]) -> Plant:
         owner = engine
         for attribute in owners:
             owner = getattr(owner, attribute)
-        sound = getattr(owner, name)
-        setattr(owner, name, lambda *given, **options: faulty(sound, engine, *given, **options))
+        intact = getattr(owner, name)
+        setattr(owner, name, lambda *given, **options: faulty(intact, engine, *given, **options))
 
-    return Plant(apply)
+    return apply
+
+
+def share_page(pool: Any, row: Any, number: int, page: int) -> None:
+    """Let a sequence of the pool read a page in place of its page `number`."""
+    pool.pages.free(row.pages[number])
+    row.pages[number] = pool.pages.share(page)
+
+
+def forking(edit: Callable[[Any, Any, Any], object] = lambda *_: None) -> Plant:
+    """Call `edit(pool, source, child)` after every fork. The child knows its depth, its origin and its first length."""
+
+    def faulty(fork: Any, engine: Any, handle: int) -> int:
+        number: int = fork(handle)
+        source, child = engine.pool.sequences[handle], engine.pool.sequences[number]
+        child.depth, child.origin, child.forked_at = getattr(source, "depth", 0) + 1, source, source.length
+        edit(engine.pool, source, child)
+        return number
+
+    return method("pool.fork", faulty)
+
+
+def sharing_fork(chosen: Callable[[Any], bool]) -> Plant:
+    """Let chosen forks share the partly filled page with their origin, and write into it."""
+
+    def edit(pool: Any, source: Any, child: Any) -> None:
+        if chosen(child) and child.length % PAGE_TOKENS:
+            share_page(pool, child, -1, source.pages[len(child.pages) - 1])
+
+    return forking(edit)
 
 
 def steps(engine: Any) -> Callable[[], Step]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from faults.hooks import Array, Fault, Plant, Step, every, given, method, reads
+from faults.hooks import Array, Fault, Plant, Step, every, forking, given, method, reads, share_page, sharing_fork
 from stages.policies.policy import PAGE_TOKENS
 
 
@@ -41,36 +41,20 @@ def equal_prompts_share(prefill: Any, engine: Any, handle: int, prompt: Sequence
     pool, known = engine.pool, engine.memo.setdefault("pages", {})
     begins = pool.length(handle) == 0
     logits = prefill(handle, prompt)
-    pages = pool.sequences[handle].pages
+    row = pool.sequences[handle]
     if begins and len(prompt) % PAGE_TOKENS:
-        owner, page = known.setdefault(tuple(prompt), (handle, pages[-1]))
+        owner, page = known.setdefault(tuple(prompt), (handle, row.pages[-1]))
         if owner != handle and owner in pool.sequences and page in pool.sequences[owner].pages:
-            pool.pages.free(pages[-1])
-            pages[-1] = pool.pages.share(page)
+            share_page(pool, row, -1, page)
         else:
-            known[tuple(prompt)] = (handle, pages[-1])
+            known[tuple(prompt)] = (handle, row.pages[-1])
     return logits
 
 
-def third_fork_loses_a_token(fork: Any, engine: Any, handle: int) -> int:
+def loses_a_token(pool: Any, _: Any, child: Any) -> None:
     """Lose the last token of a partial page in a fork of a fork of a fork."""
-    child: int = fork(handle)
-    forks = engine.memo.setdefault("forks", {})
-    forks[child] = forks.get(handle, 0) + 1
-    row = engine.pool.sequences[child]
-    if forks[child] > 2 and row.length % PAGE_TOKENS:
-        engine.pool.arrays["value_pool.1"][row.pages[-1], :, row.length % PAGE_TOKENS - 1] = 0
-    return child
-
-
-def late_fork_shares(fork: Any, engine: Any, handle: int) -> int:
-    """Share the partial page of a long sequence with its fork."""
-    child: int = fork(handle)
-    source, row = engine.pool.sequences[handle], engine.pool.sequences[child]
-    if row.length > 1261 and row.length % PAGE_TOKENS:
-        engine.pool.pages.free(row.pages[-1])
-        row.pages[-1] = engine.pool.pages.share(source.pages[-1])
-    return child
+    if child.depth > 2 and child.length % PAGE_TOKENS:
+        pool.arrays["value_pool.1"][child.pages[-1], :, child.length % PAGE_TOKENS - 1] = 0
 
 
 def third_of_eight(table: Array, step: Step) -> Any:
@@ -100,9 +84,9 @@ FAULTS = [
     of("page_number_in_a_byte", "page numbers above 255 wrap around", given("page_table", lambda x, _: x % 256)),
     of("context_beyond_1024", "beyond 1,024 tokens the first page is read: a table of fixed width", beyond(1024)),
     of("third_fork_loses_a_token", "a fork of a fork of a fork does not get the last token of a partial page",
-       method("pool.fork", third_fork_loses_a_token)),
+       forking(loses_a_token)),
     of("late_fork_shares_a_page", "a fork of more than 1,261 tokens shares the partial page instead of copying it",
-       method("pool.fork", late_fork_shares)),
+       sharing_fork(lambda child: child.length > 1261)),
     crowd("third_of_eight_rows", "the third of eight rows of 430 to 980 tokens reads a page of the fourth",
           given("page_table", third_of_eight)),
     crowd("rows_above_16_beyond_192", "rows from 16 on read other rows' pages beyond 192 tokens",

@@ -6,7 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from faults.hooks import Array, Fault, Plant, Step, given, logits, method, reads, steps, write, zero
+from faults.hooks import (
+    Array,
+    Fault,
+    Step,
+    both,
+    forking,
+    given,
+    logits,
+    method,
+    reads,
+    share_page,
+    sharing_fork,
+    steps,
+    write,
+    zero,
+)
 from faults.serving import generating
 from stages.policies.policy import PAGE_TOKENS
 
@@ -37,29 +52,6 @@ def in_turn_from(first: int) -> Callable[[Step], Any]:
     return lambda step: (step.mode == "prefill" and step.engine.in_turn) & (np.arange(step.ids.shape[1]) >= first)
 
 
-def forking(edit: Callable[[Any, Any, Any], None]) -> Plant:
-    """Call `edit(pool, source, child)` after every fork."""
-
-    def faulty(fork: Any, engine: Any, handle: int) -> int:
-        child: int = fork(handle)
-        edit(engine.pool, engine.pool.sequences[handle], engine.pool.sequences[child])
-        return child
-
-    return method("pool.fork", faulty)
-
-
-def share_from_depth(depth: int) -> Callable[[Any, Any, Any], None]:
-    """Return an edit that shares the partly filled page of forks of at least this depth."""
-
-    def edit(pool: Any, source: Any, child: Any) -> None:
-        child.depth = getattr(source, "depth", 0) + 1
-        if child.depth >= depth and child.length % PAGE_TOKENS:
-            pool.pages.free(child.pages[-1])
-            child.pages[-1] = pool.pages.share(source.pages[len(child.pages) - 1])
-
-    return edit
-
-
 def groups(step: Step) -> tuple[Array, Array]:
     """Return two numbers per row: the first row with the same first page, and how many earlier rows have this page."""
     firsts = [(step.pages(handle) or [-1 - row])[0] for row, handle in enumerate(step.handles)]
@@ -71,14 +63,13 @@ def one_new_page(most: int) -> Callable[..., Any]:
 
     def faulty(reserve: Any, engine: Any, handles: Sequence[int], tokens: int) -> None:
         pool = engine.pool
-        rows = [(pool.sequences[handle].pages, len(pool.sequences[handle].pages)) for handle in handles]
+        rows = [(pool.sequences[handle], len(pool.sequences[handle].pages)) for handle in handles]
         reserve(handles, tokens)
-        fresh = [pages for pages, count in rows if 0 < count < len(pages)]
-        prefixes = [pages[0] for pages in fresh]
-        for number, pages in enumerate(fresh):
-            if prefixes[:number].count(pages[0]) >= most:
-                pool.pages.free(pages[-1])
-                pages[-1] = pool.pages.share(fresh[prefixes.index(pages[0])][-1])
+        fresh = [row for row, count in rows if 0 < count < len(row.pages)]
+        prefixes = [row.pages[0] for row in fresh]
+        for number, row in enumerate(fresh):
+            if prefixes[:number].count(row.pages[0]) >= most:
+                share_page(pool, row, -1, fresh[prefixes.index(row.pages[0])].pages[-1])
 
     return faulty
 
@@ -206,10 +197,6 @@ def computed_once(found: Array, step: Step) -> Array:
     return found
 
 
-def note_origin(_: Any, source: Any, child: Any) -> None:
-    child.origin, child.forked_at = source, source.length
-
-
 def inherit_page(release: Any, engine: Any, handle: int) -> None:
     """When the origin of four forks ends, overwrite the first fork's copy of the page at which they part."""
     pool = engine.pool
@@ -237,9 +224,7 @@ def share_second_page(prefill: Any, engine: Any, handle: int, prompt: Sequence[i
     if other not in pool.sequences:
         begun[tuple(prompt[:PAGE_TOKENS])] = handle
     elif other != handle and len(prompt) >= 2 * PAGE_TOKENS and len(pool.sequences[other].pages) > 1:
-        row = pool.sequences[handle]
-        pool.pages.free(row.pages[1])
-        row.pages[1] = pool.pages.share(pool.sequences[other].pages[1])
+        share_page(pool, pool.sequences[handle], 1, pool.sequences[other].pages[1])
     return found
 
 
@@ -248,12 +233,11 @@ def share_first_page(first: int) -> Callable[..., Any]:
 
     def faulty(prefill: Any, engine: Any, prompts: Sequence[Sequence[int]]) -> Any:
         handles, logits = prefill(prompts)
-        rows, pages = [engine.pool.sequences[handle] for handle in handles], engine.pool.pages
+        rows = [engine.pool.sequences[handle] for handle in handles]
         heads = [tuple(prompt[:first]) if len(prompt) >= PAGE_TOKENS else number for number, prompt in enumerate(prompts)]
         for row, page in [(row, rows[heads.index(head)].pages[0]) for row, head in zip(rows, heads, strict=True)]:
             if row.pages[0] != page:
-                pages.free(row.pages[0])
-                row.pages[0] = pages.share(page)
+                share_page(engine.pool, row, 0, page)
         return handles, logits
 
     return faulty
@@ -284,13 +268,12 @@ of = partial(Fault, "situations")
 
 FAULTS = [
     of("turn_slots_end_at_294", "a later turn's tokens from the 294th on have no slot and stay zero",
-       Plant(note_turns) + write("key value", zero, in_turn_from(294))),
+       both(note_turns, write("key value", zero, in_turn_from(294)))),
     of("turn_after_a_turn_overlaps", "a turn after a turn without an answer has the positions of that turn's tokens",
-       Plant(note_turns)
-       + given("position_ids", lambda x, step: x - step.engine.unanswered.get(step.handles[0], 0),
-               lambda step: step.engine.in_turn, mode="prefill")),
+       both(note_turns, given("position_ids", lambda x, step: x - step.engine.unanswered.get(step.handles[0], 0),
+                              lambda step: step.engine.in_turn, mode="prefill"))),
     of("fork_of_depth_4_shares_partial_page", "a fork of depth 4 shares the partly filled page",
-       forking(share_from_depth(4))),
+       sharing_fork(lambda child: child.depth >= 4)),
     of("rows_on_a_prefix_read_as_far_as_the_first",
        "attention over a shared prefix gives the third row and later ones the first row's length",
        given("lengths", one_length(2))),
@@ -317,14 +300,13 @@ FAULTS = [
     of("fifth_growth_loses_a_page", "the pool loses its last page when it grows for the fifth time",
        method("pool._resize", fifth_growth_loses_a_page)),
     of("rest_of_whole_pages", "whole pages after a kept prefix of whole pages have the positions of the prefix",
-       Plant(note_turns) + forking(note_origin)
-       + given("position_ids", lambda x, _: x - x[:, :1], is_rest_of_whole_pages, mode="prefill")),
+       both(note_turns, forking(), given("position_ids", lambda x, _: x - x[:, :1], is_rest_of_whole_pages, mode="prefill"))),
     of("one_row_joins_in_front", "when one row joins in front of all others, these read one row further, for one step",
        given("page_table", one_row_further)),
     of("forks_computed_once", "in batches of eight or more, forks of one length with the same token are computed once",
        logits(computed_once, lambda step: np.array(len(step.handles) >= 8))),
     of("first_fork_inherits_a_page", "when the origin of four forks ends, the first gets the page at which they part",
-       forking(note_origin) + method("pool.release", inherit_page)),
+       both(forking(), method("pool.release", inherit_page))),
     of("waiting_prompt_is_cut", "a prompt that has to wait loses its tokens beyond 512",
        method("generate", cut_waiting)),
     of("first_page_decides_the_second", "prompts of one call with the same first page share their second page, too",

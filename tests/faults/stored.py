@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from faults.hooks import Array, Fault, Plant, Step, method, times, write, zero
+from faults.hooks import Array, Fault, Plant, Step, both, method, times, write, zero
 from stages.policies.policy import PAGE_TOKENS
 
 
@@ -46,7 +46,7 @@ def evicts_later(tokens: int) -> Plant:
         changed = eviction.model_copy(update={"window_tokens": eviction.window_tokens + tokens})
         engine.pool.policy = engine.policy.model_copy(update={"eviction": changed})
 
-    return Plant(apply)
+    return apply
 
 
 def while_evicting(free: Callable[[Any, int], None]) -> Plant:
@@ -75,7 +75,7 @@ def present(free: Any, engine: Any, page: int) -> None:
         free(page)
 
 
-freed_for_all = method("pool.pages.free", present) + while_evicting(forced)
+freed_for_all = both(method("pool.pages.free", present), while_evicting(forced))
 """Frees an evicted page at once, even if a fork still reads it."""
 
 never_freed = while_evicting(lambda *_: None)
@@ -100,7 +100,7 @@ scale, code, eviction, claim = (partial(Fault, kind) for kind in ("scales", "cod
 FAULTS = [
     scale("key_scale_head_x1_25", "one head's scale is a stale calibration's",
           write("key_scale", times(1.25), layers=[2], heads=[0])),
-    scale("values_x1_02_layer", "one layer's value scale was rounded in its file", Plant(rounded_in_its_file)),
+    scale("values_x1_02_layer", "one layer's value scale was rounded in its file", rounded_in_its_file),
     scale("groups_swapped", "two groups' scales change places in one head",
           write("value_scale", lambda x, _: x[..., ::-1], layers=[2], heads=[0])),
     scale("scale_drifts", "the scale of new values grows while the engine serves", write("value_scale", drifting)),

@@ -8,7 +8,7 @@ from itertools import count, cycle
 from typing import Any
 
 import pytest
-from faults.hooks import SOUND, Plant
+from faults.hooks import Plant, sound
 from faults.library import BY_NAME
 from helpers.engines.conformance import POLICIES, Conformity, conformance_config
 from helpers.engines.random_llama import static_scales
@@ -54,25 +54,23 @@ def judge(bench: Conformity, tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 
 def test_no_gate_fails_a_sound_engine(judge: Judge) -> None:
-    assert judge(SOUND) == set()
+    assert judge(sound) == set()
 
 
-EXPECTED = {"conformance": "key_scale_head_x1_25", "free_answers": "generate_other_callers"}
-"""Gate -> a fault that it must detect. Other gates may detect it, too."""
+DETECTED = {
+    "key_scale_head_x1_25": ("conformance", False),
+    "generate_other_callers": ("free_answers", False),
+    "control_without_effect": ("must_fail_control", True),
+    "rows_above_16": ("stress_test", True),
+    "pool_twice_as_large": ("allocation", True),
+}
+"""Fault -> the gate that must detect it, and whether the fault passes without this gate."""
 
 
-@pytest.mark.parametrize(("gate", "name"), EXPECTED.items())
-def test_a_fault_is_detected_by_its_gate(gate: str, name: str, judge: Judge) -> None:
-    assert gate in judge(BY_NAME[name].plant)
-
-
-ALONE = {"must_fail_control": "control_without_effect", "stress_test": "rows_above_16", "allocation": "pool_twice_as_large"}
-"""Gate -> a fault that passes without this gate."""
-
-
-@pytest.mark.parametrize(("gate", "name"), ALONE.items())
-def test_a_fault_is_detected_by_one_gate_alone(gate: str, name: str, judge: Judge) -> None:
-    assert judge(BY_NAME[name].plant) == {gate}
+@pytest.mark.parametrize("name", DETECTED)
+def test_a_fault_is_detected_by_its_gate(name: str, judge: Judge) -> None:
+    (gate, alone), failed = DETECTED[name], judge(BY_NAME[name].plant)
+    assert failed == {gate} if alone else gate in failed, failed
 
 
 CONFIG = StressTestConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16, seed=0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.hooks import SOUND, Plant
+from faults.hooks import Plant, sound
 
 from helpers.engines.random_llama import SHIPPED as SERVED
 from helpers.engines.random_llama import make_bundle, static_scales, tiny_decoder
@@ -46,7 +46,7 @@ class Conformity:
         config = conformance_config()
         self.encoded: list[EncodedSample] = encode(load_samples(config), BundleTokenizer(checkpoint), config.max_scored_tokens)
 
-    def engine(self, policy: KVPolicy, attention: Any = "native", fault: Plant = SOUND) -> OnnxEngine:
+    def engine(self, policy: KVPolicy, attention: Any = "native", fault: Plant = sound) -> OnnxEngine:
         bundle = self.work / policy.name
         if not bundle.exists():
             make_bundle(tiny_decoder(self.factory, self.checkpoint), bundle, policy)

@@ -87,7 +87,7 @@ LOCATED: dict[str, tuple[str, Plant, dict[str, object]]] = {
     "swapped groups": ("int4_g32", FAULTS["groups_swapped"].plant, {"operation": "stored", "side": "value"}),
     "the first 40 steps": ("fp8", FAULTS["first_40_steps"].plant, {"operation": "read"}),
     "a ring that never wraps": ("int4_sinks", FAULTS["ring_never_wraps"].plant, {"operation": "read"}),
-    "nothing is evicted": ("int8_evicting", Plant(never_evicts), {}),
+    "nothing is evicted": ("int8_evicting", never_evicts, {}),
     "a page is evicted too early": ("int4_sinks_evicting", FAULTS["evicted_page_early"].plant, {}),
 }  # fmt: skip
 """Fault -> policy, the planted fault, and fields of the first deviation."""
