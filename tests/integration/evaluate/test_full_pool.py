@@ -1,28 +1,23 @@
 """The full-pool test on ONNX engines: sound engines answer as in a large pool; faults in waiting or preemption fail."""
 
-import heapq
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from faults.hooks import Plant, method
+from faults.library import BY_NAME as FAULTS
 from helpers.engines.random_llama import BY_NAME, make_engine
 from helpers.verdicts.reports import full_pool_line
 
 from stages.core.errors import UserError
 from stages.core.records import Sample, no_progress
-from stages.engines.paged.engine import PagedEngine
-from stages.engines.paged.pool import PagedPool
-from stages.engines.paged.sequences import PageAllocator
 from stages.evaluate.decoding.full_pool import fill_pool_with_samples
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
 
 REQUESTS = 16
-SMALL_POOL = 100
-"""Pools below this number of pages are small."""
 
 
 def samples() -> list[EncodedSample]:
@@ -49,47 +44,26 @@ def test_a_sound_engine_gives_the_same_answers_in_a_full_pool(policy: KVPolicy, 
     assert (engine.prefill_chunk, engine.pool.max_pages) == (chunk, most)
 
 
-def free_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sometimes free a page of a running request when another request ends."""
-    release, free, ended = PagedPool.release, PageAllocator.free, list[int]()
-
-    def faulty_release(self: PagedPool, handle: int) -> None:
-        release(self, handle)
-        ended.append(handle)
-        live = [sequence for sequence in self.sequences.values() if len(sequence.pages) > 2]
-        if live and self.max_pages < SMALL_POOL and len(ended) > 20:
-            heapq.heappush(self.pages._free, live[0].pages[0])
-            ended.clear()
-
-    monkeypatch.setattr(PagedPool, "release", faulty_release)
-    monkeypatch.setattr(PageAllocator, "free", lambda self, page: free(self, page) if page in self._users else None)
-
-
-def resume_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def resumed_a_token_late(prefill: Any, _: Any, joining: Any) -> Any:
     """Resume a preempted request one token too late."""
-    sound = PagedEngine._prefill_requests
-
-    def join(engine: Any, joining: Any) -> Any:
-        logits = sound(engine, joining)
-        for request in joining:
-            request.stored += request.preempted > 0
-        return logits
-
-    monkeypatch.setattr(PagedEngine, "_prefill_requests", join)
+    logits = prefill(joining)
+    for request in joining:
+        request.stored += request.preempted > 0
+    return logits
 
 
 @pytest.mark.parametrize(
-    ("plant", "description"), [(free_too_early, r"held pages \d+, \d+, \d+"), (resume_a_token_late, r"preempted [1-9]")]
+    ("plant", "description"),
+    [
+        (FAULTS["full_pool_wipes_a_page"].plant, r"held pages \d+, \d+, \d+"),
+        (method("_prefill_requests", resumed_a_token_late), r"preempted [1-9]"),
+    ],
 )
 def test_a_fault_in_a_full_pool_fails_and_describes_the_requests(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    description: str,
-    decoder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    plant: Plant, description: str, decoder: Path, tmp_path: Path
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp8"])
-    plant(monkeypatch)
+    plant(engine)
     result = fill_pool_with_samples(engine, samples(), REQUESTS, no_progress)
     assert result is not None
     assert 0 < len(result.deviations) < result.requests
