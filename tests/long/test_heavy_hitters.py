@@ -10,7 +10,7 @@ from helpers.engines.random_llama import BY_NAME, llama_config, make_reference, 
 from transformers import AutoModelForCausalLM
 
 from stages.core.errors import UserError
-from stages.engines.reference.attention import Fed, Span
+from stages.engines.reference.attention import Span
 from stages.engines.reference.cache import LayerStorage, layer_storages
 from stages.engines.reference.heavy import HeavyCache, HeavyView
 from stages.engines.reference.model import LayerAttention
@@ -129,10 +129,3 @@ def test_a_corrupted_scale_changes_logits_and_a_refused_token_is_not_stored(mode
     with pytest.raises(UserError):
         engine.decode(handles, [10**6])
     assert engine.memory().live_tokens == 128
-
-
-def test_a_disturbed_replay_differs_only_by_rounding(model: Any, text: list[int]) -> None:
-    engine = make_reference(model, evicting_policy("fp16"), SHAPE)
-    (replay,) = engine.replay([Fed(text, [(200, False), (len(text) - 200, True)])], rounding=1e-12)
-    np.testing.assert_allclose(replay.logits[1:], engine.forced(text, 200), rtol=0, atol=1e-9)
-    assert 0 < np.abs(replay.logits - replay.disturbed).max() < 1e-6
