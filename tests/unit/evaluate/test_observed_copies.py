@@ -1,4 +1,4 @@
-"""A forced sequence keeps the codes of evicted tokens if the cache was observed before their eviction."""
+"""A forced sequence keeps the codes of evicted tokens that were observed, and shares equal tokens with its origin."""
 
 import numpy as np
 
@@ -47,3 +47,30 @@ def test_a_sink_token_after_the_first_observation_is_known() -> None:
     copy = observe((63, 64), (200, 128))
     assert copy.evicted == ((64, 128),)
     assert known_positions(copy) == [*range(64), *range(128, 200)]
+
+
+PROMPT, COMMON = 90, 95
+"""Tokens of the prompt, and tokens that a fork has in common with its origin."""
+
+
+def forced(later: range) -> ForcedSequence:
+    """Return a sequence of COMMON tokens and then others, with logits for the others only, like a fork."""
+    tokens, logits = [*range(COMMON), *later], np.zeros(1, np.float32)
+    sequence = ForcedSequence("", tokens[:PROMPT])
+    sequence.feed(sequence.prompt, logits, None, decoded=False)
+    for token in tokens[PROMPT:]:
+        sequence.feed([token], logits, None, decoded=True)
+    sequence.observe(cache_copy(len(tokens), SINKS))
+    sequence.places = sequence.places[-len(later) :]
+    return sequence
+
+
+def test_a_fork_shares_equal_tokens_with_equal_codes() -> None:
+    origin, fork = forced(range(100, 112)), forced(range(200, 250))
+    assert fork.shared_tokens(origin, 64) == COMMON
+    codes = fork.layers[0][Side.KEY].codes
+    codes[0, COMMON - 1, 0] ^= 1
+    assert fork.shared_tokens(origin, 64) == 0
+    codes[0, COMMON - 1, 0] ^= 1
+    fork.tokens[70] = 0
+    assert fork.shared_tokens(origin, 64) == 64, "the last whole chunk before the different token"
