@@ -1,13 +1,15 @@
-"""Writes small files of every format that kvgate reads, byte by byte, so that any part can be made invalid."""
+"""Writes small files of every format that kvgate reads, of which any part can be made invalid."""
 
 import json
 import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save
+from torch import Tensor
 
 from bad_input.forks import ROOT
 
@@ -18,69 +20,22 @@ Prepare = Callable[[Path], object]
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 """Content of a Git LFS pointer."""
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 1344,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-
+CONFIG: dict[str, Any] = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+TENSORS = load_file(TINY / "model.safetensors")
 Header = dict[str, Any]
 
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I64": 8, "F8_E4M3": 1, "U8": 1}
 
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of a small Llama."""
-    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    queries, keys = (CONFIG[f"num_{name}_heads"] * CONFIG["head_dim"] for name in ("attention", "key_value"))
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (CONFIG["vocab_size"], hidden)}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        parts = {
-            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        }  # fmt: skip
-        tensors |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
-    return tensors | {"model.norm.weight": (hidden,)}
-
-
-def safetensors(
-    path: Path, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None = None,
-    header: Callable[[Header], Header] = dict,
-) -> None:  # fmt: skip
-    """Write a safetensors file of zeros; `header` may change the header."""
-    table: Header = {}
-    offset = 0
-    for name, shape in tensors.items():
-        dtype = (dtypes or {}).get(name, "F32")
-        end = offset + prod(shape) * BYTES[dtype]
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header(table)).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
+def safetensors(path: Path, tensors: dict[str, Tensor], header: Callable[[Header], Header] = dict) -> None:
+    """Write a safetensors file; `header` may change the header."""
+    content = save(tensors)
+    begin = 8 + struct.unpack("<Q", content[:8])[0]
+    text = json.dumps(header(json.loads(content[8:begin]))).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[begin:])
 
 
 def checkpoint(directory: Path) -> Path:
-    """Write a small valid checkpoint with the tiny model's tokenizer."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
-        shutil.copyfile(TINY / name, directory / name)
-    safetensors(directory / "model.safetensors", shapes())
-    return directory
+    """Write a valid checkpoint: the tiny model."""
+    return Path(shutil.copytree(TINY, directory))
 
 
 def with_model(change: Callable[[Path], object]) -> Prepare:
@@ -108,9 +63,9 @@ def with_config(**changes: Any) -> Prepare:
     return with_json("config.json", lambda old: {key: value for key, value in (old | changes).items() if value is not ...})
 
 
-def with_weights(tensors: Mapping[str, tuple[int, ...]], **options: Any) -> Prepare:
-    """Create `model` with these tensors. `options` are passed to `safetensors`."""
-    return with_model(lambda model: safetensors(model / "model.safetensors", tensors, **options))
+def with_weights(tensors: dict[str, Tensor], header: Callable[[Header], Header] = dict) -> Prepare:
+    """Create `model` with these tensors; `header` may change the file's header."""
+    return with_model(lambda model: safetensors(model / "model.safetensors", tensors, header))
 
 
 def with_shards(index: object, files: Mapping[str, list[str]] | None = None) -> Prepare:
@@ -120,13 +75,12 @@ def with_shards(index: object, files: Mapping[str, list[str]] | None = None) -> 
         index: Content of the index.
         files: File -> names of its tensors; by default two shards have half of the tensors each.
     """
-    tensors = shapes()
-    halves = {"a.safetensors": list(tensors)[:10], "b.safetensors": list(tensors)[10:]}
+    halves = {"a.safetensors": list(TENSORS)[:10], "b.safetensors": list(TENSORS)[10:]}
 
     def change(model: Path) -> None:
         (model / "model.safetensors").unlink()
         for file, names in (files or halves).items():
-            safetensors(model / file, {name: tensors[name] for name in names})
+            safetensors(model / file, {name: TENSORS[name] for name in names})
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
     return with_model(change)

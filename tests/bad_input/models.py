@@ -5,12 +5,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bad_input.forks import BadInput
 from bad_input.makers import (
     CONFIG,
     LFS,
+    TENSORS,
     Prepare,
-    shapes,
     with_config,
     with_file,
     with_json,
@@ -35,7 +37,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a dtype of auto", {"torch_dtype": "auto"}, ("torch_dtype must be one of float32", "'auto'")),
-    ("another length under another name", {"n_positions": 1024}, ("n_positions=1024 is below max_position_embeddings=2048",)),
+    ("another length under another name", {"n_positions": 1024}, ("n_positions=1024 is below max_position_embeddings=32768",)),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "save only its language model")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
     ("architecture with terminal escape codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported", "LlamaForCausalLM")),
@@ -65,14 +67,14 @@ ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 NORM, UP, EMBED = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
-FILE, SHAPES = "model.safetensors", shapes()
+FILE = "model.safetensors"
 WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
-    ("a tensor missing", with_weights({name: shape for name, shape in SHAPES.items() if name != NORM}), (NORM, "missing")),
-    ("a tensor too many", with_weights(SHAPES | {"model.layers.0.mlp.up_proj.bias": (32,)}), ("up_proj.bias", "not part of")),
-    ("FP8 weights", with_weights(SHAPES, dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
+    ("a tensor missing", with_weights({name: tensor for name, tensor in TENSORS.items() if name != NORM}), (NORM, "missing")),
+    ("a tensor too many", with_weights(TENSORS | {"model.norm.bias": torch.zeros(128)}), ("norm.bias", "not part of")),
+    ("FP8 weights", with_weights(TENSORS | {UP: TENSORS[UP].to(torch.float8_e4m3fn)}), (UP, "F8_E4M3")),
     ("offsets beyond the end",
-     with_weights(SHAPES, header=lambda old: old | {NORM: old[NORM] | {"data_offsets": [0, 10**12]}}), (FILE,)),
+     with_weights(TENSORS, header=lambda old: old | {NORM: old[NORM] | {"data_offsets": [0, 10**12]}}), (FILE,)),
     ("weights are a pipe", with_replaced(FILE, os.mkfifo), (FILE,)),
     ("an unknown format in ModelOpt's file", with_file("hf_quant_config.json", '{"quantization": {"quant_algo": "NVFP4"}}'),
      ("hf_quant_config.json: quantization.quant_algo='NVFP4'",)),
@@ -93,14 +95,14 @@ JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 
 
 INDEX = "model.safetensors.index.json"
-NAMES = list(SHAPES)
+NAMES = list(TENSORS)
 IN_ONE = dict.fromkeys(NAMES, "a.safetensors")
 SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("an index without weight_map", with_shards({}), (INDEX, "weight_map")),
     ("an index with a number as a file", with_shards({"weight_map": {NORM: 5}}), (INDEX, "names 5")),
     ("an index that leaves the directory", with_shards({"weight_map": {NORM: "../x.safetensors"}}), (INDEX, "../x")),
     ("a shard missing", with_shards({"weight_map": {NORM: "c.safetensors"}}), (INDEX, "c.safetensors", "missing")),
-    ("an index that swaps shards", with_shards({"weight_map": IN_ONE | {NAMES[0]: "b.safetensors"}}), (INDEX, EMBED)),
+    ("an index that swaps shards", with_shards({"weight_map": IN_ONE | {EMBED: "b.safetensors"}}), (INDEX, EMBED)),
     ("a tensor in two shards", with_shards({"weight_map": IN_ONE | {NORM: "b.safetensors"}},
      {"a.safetensors": NAMES, "b.safetensors": [NORM]}), (NORM, "both")),
 )  # fmt: skip

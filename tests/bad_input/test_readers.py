@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from bad_input.makers import CONFIG, checkpoint, safetensors, shapes
+from bad_input.makers import CONFIG, TENSORS, checkpoint, safetensors
 from pipeline.config.config import MonitorConfig
 from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.registry import summary
@@ -58,7 +58,7 @@ def test_any_config_json_is_read_or_refused(changes: dict[str, Any], model: Path
 @given(st.none() | st.integers(0, 2**64 - 1), nested(["dtype", "shape", "data_offsets"]), st.integers(0, 200))
 def test_any_safetensors_header_is_read_or_refused(model: Path, length: int | None, entry: dict[str, Any], cut: int) -> None:
     path = model / "model.safetensors"
-    safetensors(path, shapes(), header=lambda h: h | {"model.norm.weight": h["model.norm.weight"] | entry})
+    safetensors(path, TENSORS, header=lambda h: h | {"model.norm.weight": h["model.norm.weight"] | entry})
     content = path.read_bytes()[: None if cut == 0 else -cut]
     path.write_bytes(content if length is None else struct.pack("<Q", length) + content[8:])
     with contextlib.suppress(Refusal):
