@@ -21,14 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers.commands.interruptions import FAULTS, FORK, Attempt, Fault, RunResult, attempt, build, evaluate, open_tracking
+from helpers.commands.interruptions import FAULTS, FORK, Attempt, Fault, attempt
 from helpers.registry.candidates import engines_of
+from helpers.registry.judged_engine import SAMPLES, judged_engine
+from helpers.registry.judged_work import JudgedWork
 
 from pipeline.registry import summary
 from pipeline.registry.promotion import Engines
-from pipeline.store.store import read_manifest
+from pipeline.store.store import Store, read_manifest
+from stages.core.artifact import Recipe
 from stages.core.digest import tree_files
 from stages.core.errors import GateRefusal, UserError
+from stages.core.files import write_atomically
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -112,46 +116,50 @@ def engines_in(work: Path, store: "MlflowStore") -> Engines:
     return engines_of(store, [candidate for candidate in candidates if candidate.version])
 
 
-def run_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | None) -> list[str]:
+SHARED = ("int8", "fp8", "int8_tensor")
+"""Policies that several processes build and judge."""
+
+
+def run_part(number: int, work: Path, kind: str, uri: str | None) -> list[str]:
     """Run the part of one process in a round; return the versions that it registered."""
+    judged, sweep = JudgedWork(work, uri, log_bundle=True), f"sweep-{os.getpid()}"
     if kind == "build":
-        build(work, checkpoint, f"shared{number}")
+        judged_engine(judged.artifacts, kv=SHARED[number])
     elif kind == "evaluate":
-        return [evaluate(work, checkpoint, f"alone{number}-{os.getpid()}", f"sweep-{os.getpid()}", uri).version]
+        return [judged.judge("int8", *SAMPLES, f"seed={os.getpid()}", sweep=sweep).version]
     elif kind == "sweep":
-        policies = (f"shared{number}", "shared0")
-        return [evaluate(work, checkpoint, policy, f"sweep-{os.getpid()}", uri).version for policy in policies]
+        return [judged.judge(kv, sweep=sweep).version for kv in (SHARED[number], SHARED[0])]
     elif kind == "verify":
         for path in (work / "artifacts").glob("[!.]*/[!.]*"):
             manifest = read_manifest(path)
             assert manifest is not None, f"{path} is visible but not finished"
             assert tree_files(path) == manifest["files"], path
     elif kind == "promote":
-        last, store = summary.load(work), open_tracking(work, uri)
+        last = summary.load(work)
         try:
-            engines_in(work, store).promote(last.candidates, "tiny")
+            engines_in(work, judged.store).promote(last.candidates, "some-llm")
         except GateRefusal as error:
             if not any(reason in str(error) for reason in ("rolled back", "no candidate", "another command moved it")):
                 raise
     elif kind == "rollback":
         with suppress(UserError, GateRefusal):  # there may be no previous champion, or another command moves it
-            engines_in(work, open_tracking(work, uri)).rollback()
+            engines_in(work, judged.store).rollback()
     return []
 
 
 KINDS = ("build", "evaluate", "sweep", "sweep", "evaluate", "verify", "promote", "rollback", "promote", "rollback")
 
 
-def _part(number: int, work: Path, checkpoint: Path, uri: str | None, results: Any) -> None:
+def _part(number: int, work: Path, uri: str | None, results: Any) -> None:
     try:
-        results.put((number, run_part(number % 3, work, checkpoint, KINDS[number], uri), ""))
+        results.put((number, run_part(number % 3, work, KINDS[number], uri), ""))
     except BaseException:
         results.put((number, [], traceback.format_exc()))
 
 
 def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serves: bool) -> None:
     """Assert that no version or evidence is lost and every run has ended. `serves`: whether there must be a champion."""
-    store = open_tracking(work, uri)
+    store = JudgedWork(work, uri).store
     registered = store.read()
     known = registered.versions
     assert set(versions) <= known.keys()
@@ -165,7 +173,7 @@ def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serv
         assert "report.json" in {file.path for file in store.client.list_logged_model_artifacts(model.model_id)}
     assert registered.aliases.get("champion") in known or not serves
     assert list((work / "artifacts" / ".partial").glob("*/*")) == []
-    run_part(0, work, work, "verify", uri)
+    run_part(0, work, "verify", uri)
 
 
 def run_in_child(work: Path, job: Callable[[], object]) -> None:
@@ -173,12 +181,12 @@ def run_in_child(work: Path, job: Callable[[], object]) -> None:
     assert ended.code == 0, ended.traceback
 
 
-def run_rounds(work: Path, checkpoint: Path, uri: str | None = None) -> None:
+def run_rounds(work: Path, uri: str | None = None) -> None:
     """Run all processes at once, ROUNDS times. In the first round the store does not exist yet."""
     versions: list[str] = []
     for round_number in range(ROUNDS):
         results: Any = FORK.Queue()
-        parts = [FORK.Process(target=_part, args=(number, work, checkpoint, uri, results)) for number in range(len(KINDS))]
+        parts = [FORK.Process(target=_part, args=(number, work, uri, results)) for number in range(len(KINDS))]
         for part in parts:
             part.start()
         ended = [results.get(timeout=300) for _ in parts]
@@ -190,19 +198,13 @@ def run_rounds(work: Path, checkpoint: Path, uri: str | None = None) -> None:
         run_in_child(work, partial(check_nothing_is_lost, work, uri, versions, serves=round_number > 0))
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    return tmp_path / "model.safetensors"
+def test_nothing_is_lost_on_sqlite(tmp_path: Path) -> None:
+    run_rounds(tmp_path / "work")
 
 
-def test_nothing_is_lost_on_sqlite(checkpoint: Path, tmp_path: Path) -> None:
-    run_rounds(tmp_path / "work", checkpoint)
-
-
-def test_nothing_is_lost_on_a_server_with_postgresql(checkpoint: Path, tmp_path: Path) -> None:
+def test_nothing_is_lost_on_a_server_with_postgresql(tmp_path: Path) -> None:
     with postgres() as database, mlflow_server(database, tmp_path / "artifacts") as address:
-        run_rounds(tmp_path / "work", checkpoint, address)
+        run_rounds(tmp_path / "work", address)
 
 
 EXIT_CODES: dict[Fault, set[int]] = {"SIGKILL": {-9}, "SIGTERM": {130}, "ENOSPC": {0, 1}, "EIO": {0, 1}}
@@ -213,26 +215,37 @@ EVERY = int(os.environ.get("KVGATE_EVERY", "80"))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint and a template of the work directory: an empty store, whose tables take seconds to create."""
+    """A folder with a template of the work directory: an empty store, whose tables take seconds to create."""
     folder = tmp_path_factory.mktemp("faults")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    created = attempt(lambda: open_tracking(folder / "work").location.exists, folder)
+    created = attempt(lambda: JudgedWork(folder / "work").store.location.exists, folder)
     assert created.code == 0, created.traceback
     (folder / "work").rename(folder / "template")
     return folder
 
 
-def judge(folder: Path) -> RunResult:
-    return evaluate(folder / "work", folder / "model.safetensors", "fp8", "sweep")
+def measure(out: Path) -> None:
+    """Save three samples, each as it finishes."""
+    for part in (out / f"part{number}" for number in range(3)):
+        if not part.exists():
+            write_atomically(part, "measured")
 
 
-def judge_and_check(folder: Path) -> RunResult:
+def judge(folder: Path) -> tuple[str, ...]:
+    """Judge one engine; return what must be equal in every run of the same work."""
+    judged = JudgedWork(folder / "work", log_bundle=True)
+    Store(judged.artifacts).make(Recipe("measured", {}, {}), measure, resumable=True)
+    candidate = judged.judge("fp8", sweep="sweep")
+    cited = (candidate.engine, candidate.baseline, candidate.report, candidate.identity)
+    return (candidate.verdict, candidate.version, *(each.digest for each in cited))
+
+
+def judge_and_check(folder: Path) -> tuple[str, ...]:
     """Judge one engine; assert that the failed attempt left no files and that the new results are complete."""
     ended, work = judge(folder), folder / "work"
     hidden = [path for path in (work / "artifacts").rglob(".*") if path.is_dir() and path.name not in (".partial", ".files")]
     assert hidden == []
     assert list((work / "artifacts" / ".partial").glob("*/*")) == []
-    store = open_tracking(work)
+    store = JudgedWork(work).store
     assert "FINISHED" in {run.info.status for run in store.client.search_runs([store.experiment_id])}
     assert len(store.read().versions) == 1
     last = summary.load(work)

@@ -43,12 +43,6 @@ def judged_candidate(
     (evidence / REPORT_FILE).write_text(report)
     (evidence / SAMPLES_FILE).write_text("".join(record.model_dump_json() + "\n" for record in rows))
     (evidence / "identity.json").write_text(json.dumps({"policy": policy}))
-    return candidate_in(folder, policy, verdict, metrics)
-
-
-def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[str, float]) -> Candidate:
-    """Return the candidate whose evidence is in a folder."""
-    engine, baseline, evidence = folder / "engines" / policy, folder / "engines" / "fp16", folder / "reports" / policy
     return Candidate(
         name=policy,
         policy=policy,
@@ -57,8 +51,8 @@ def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[st
         verdict=verdict,
         reasons=() if verdict == "PASS" else ("mean KL",),
         metrics=metrics,
-        engine=Cited(path=engine, digest=files_digest(tree_files(engine))),
-        baseline=Cited(path=baseline, digest=files_digest(tree_files(baseline))),
+        engine=Cited(path=engine, digest=engine_digest),
+        baseline=Cited(path=baseline, digest=baseline_digest),
         report=Cited(path=evidence / REPORT_FILE, digest=evidence_digest(evidence / REPORT_FILE)),
         identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
     )

@@ -10,6 +10,7 @@ from pipeline.config.config import Config, Tracking
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
+from stages.verdict.candidate import Candidate
 
 
 @dataclass
@@ -27,7 +28,7 @@ class JudgedWork:
     def store(self) -> MlflowStore:
         return MlflowStore(locate(Tracking(uri=self.uri, log_bundle=self.log_bundle), self.work, "some-llm", {}))
 
-    def judge(self, kv: str, *workloads: str, sweep: str = "", **measured: object) -> None:
+    def judge(self, kv: str, *workloads: str, sweep: str = "", **measured: object) -> Candidate:
         """Judge and register an engine, leaving the same files as `stage=evaluate`. `measured` are fields of the report."""
         evidence = judged_engine(self.artifacts, workloads or SAMPLES, kv=kv, measured=measured)
         candidate = candidate_of(evidence).model_copy(update={"version": ""})
@@ -36,6 +37,7 @@ class JudgedWork:
         summary.begin(self.work, sweep, [registered.name])
         summary.record(self.work, sweep, registered)
         summary.finish(self.work, sweep, 0)
+        return registered
 
     def config(self, *overrides: str) -> Config:
         uri = [] if self.uri is None else [f"tracking.uri={self.uri}"]
