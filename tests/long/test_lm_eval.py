@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.engines.random_llama import make_bundle, make_decoder
+from helpers.engines.random_llama import make_bundle, make_decoder, make_reference_bundle
 from helpers.policies.shipped import SHIPPED
 
 from stages.core.errors import UserError
-from stages.core.records import no_progress
-from stages.engines.reference.build import build_bundle
 from stages.policies.policy import FP16_POLICY
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[lm-eval]'")
@@ -44,12 +42,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
     work = tmp_path_factory.mktemp("lm_eval")
     decoder = make_decoder(tiny_checkpoint, work / "decoder")
     built = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
-    reference = work / "reference"
-    reference.mkdir()
-    build_bundle(
-        tiny_checkpoint, reference, policy=SHIPPED["int4_g64"], scales=built["int4"] / "kv_scales.json", progress=no_progress
-    )
-    return {**built, "reference": reference}
+    return {**built, "reference": make_reference_bundle(tiny_checkpoint, work / "reference", SHIPPED["int4_g64"])}
 
 
 @pytest.fixture(scope="module")
