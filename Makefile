@@ -88,7 +88,7 @@ pytest: $(VENV)/for-test
 # Tests that take minutes: thousands of requests to one engine, faults at every write, injected faults, simulated verdicts, many
 # processes on one store, the wheel, every KV policy, every command of the documentation.
 EVERY := $(addprefix tests/integration/,$(addprefix engines/test_,onnx_policies.py families.py native_attention.py \
-	tensorrt_rtx_plan.py) $(addprefix evaluate/test_,conformance.py situations.py) plugins/test_kernel_attention.py \
+	tensorrt_rtx_plan.py) $(addprefix evaluate/test_,conformance.py stress_test.py) plugins/test_kernel_attention.py \
 	quantize/test_quantize_modelopt.py) tests/bad_input/test_bad_input.py tests/unit/project/test_docs.py
 test-long: $(VENV)/for-test $(GEMMA3)
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)

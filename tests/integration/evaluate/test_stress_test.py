@@ -1,6 +1,7 @@
-"""The stress test on real engines: sound engines pass, and the test keeps to its seed, share and limits."""
+"""The stress test on real engines: sound engines pass, and an injected fault is named by the scenario that covers it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from faults.hooks import logits
 from faults.library import BY_NAME as FAULTS
 from helpers.engines.random_llama import BY_NAME, make_bundle, make_engine, make_reference
 from helpers.registry.judged_engine import config_of
+from helpers.stride import STRIDE
 
 from stages.core.records import no_progress
 from stages.engines.backend import ROUNDING
 from stages.engines.onnx.engine import load_engine
+from stages.engines.onnx.native.compiler import find_compiler
 from stages.engines.reference.engine import TorchEngine
 from stages.engines.reference.replay import disturb_layers
 from stages.evaluate.conformance import stress_test
@@ -22,13 +25,16 @@ from stages.evaluate.conformance.comparer import ReferenceEngine, SequenceCompar
 from stages.evaluate.conformance.operations import StressTest
 from stages.evaluate.conformance.scenarios import SCENARIOS, ragged
 from stages.evaluate.conformance.stress_test import run_stress_test
-from stages.policies.policy import PAGE_TOKENS
+from stages.policies.policy import PAGE_TOKENS, KVShape
 from stages.verdict.report import StressResult
 from stages.workloads.config import MIN_SHARE, StressTestConfig
 
 SMALL = StressTestConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
 LATER = SMALL.model_copy(update={"max_tokens": 704, "max_batch": 8})
+WIDE = SMALL.model_copy(update={"max_batch": 20})
 FAR = StressTestConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40, seed=0)
+CROWDED = StressTestConfig(max_tokens=1024, decode_steps=8, offset_steps=1, max_batch=32, requests=1, seed=0)
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 
 Limit = Callable[..., None]
 
@@ -180,3 +186,98 @@ def test_the_stress_test_goes_no_further_than_the_engine_was_built_for(
     result: StressResult = run_stress_test(engine, reference, SMALL, 16, 700, no_progress)
     assert result.failures == []
     assert (result.tokens, result.batch) == (128, 3)
+
+
+# --- injected faults ---
+
+
+Situation = tuple[str, str, StressTestConfig, str]
+
+
+def at(scenario: str, config: StressTestConfig = CROWDED, policy: str = "int8", says: str = "", **changes: int) -> Situation:
+    """Return the scenario that must name a fault, the engine's policy, `config` with changes, and a part of the message."""
+    return scenario, policy, config.model_copy(update=changes), says
+
+
+NAMED = {
+    "first_fork_inherits_a_page": at("shared"),
+    "waiting_prompt_is_cut": at("batch"),
+    "first_page_decides_the_second": at("answers"),
+    "first_41_tokens_share_a_page": at("equal"),
+    "stops_seen_in_blocks": at("answers"),
+    "queue_of_73": at("long_queue"),
+    "forks_leak": at("wear", requests=40),
+    "prompt_logits_one_off": at("batch", WIDE, says="of a batch of 20"),
+    "generate_other_callers": at("batch", WIDE, says="generate: token 1 of the answer"),
+    "logits_of_last_prompt": at("batch", WIDE, says="(a prompt that joins)"),
+    "second_turn_one_early": at("walk", WIDE),
+    "equal_prompts_never_part": at("equal", WIDE, says="tokens with different continuations: first stored wrong at"),
+    "idle_loses_a_page": at("equal", LATER, says="rest: an idle"),
+    "a_step_is_off": at("wear", LATER),
+    "full_pool_wipes_a_page": at("full_pool", LATER, says="full pool: request"),
+    "three_stop_tokens": at("answers", LATER, says="generate: an answer that contains a stop token, to a prompt of"),
+    "rows_by_handle": at("walk", LATER, says="walk: a "),
+}
+LONG = {
+    "turn_after_a_turn_overlaps": at("walk"),
+    "rows_on_a_prefix_read_as_far_as_the_first": at("shared"),
+    "turn_slots_end_at_294": at("walk", seed=1),
+    "turn_over_a_page_border": at("walk", max_tokens=320, max_batch=8),
+    "turn_beyond_the_window": at("walk", policy="ages"),
+    "prompt_of_tiles_of_320": at("walk"),
+    "step_known_by_its_outer_rows": at("walk"),
+    "step_known_in_reverse": at("walk"),
+    "rows_of_middle_length": at("walk", max_tokens=1088),
+    "row_beside_16_sharers": at("shared"),
+    "last_page_at_897_tokens": at("walk", max_tokens=1088),
+    "turns_leak": at("wear", requests=40),
+    "fifth_growth_loses_a_page": at("walk"),
+    "rest_of_whole_pages": at("walk"),
+    "one_row_joins_in_front": at("walk"),
+    "third_of_eight_rows": at("walk"),
+    "late_fork_shares_a_page": at("walk", max_tokens=1984),
+    "fork_of_depth_4_shares_partial_page": at("shared"),
+    "scales_of_a_page_with_17_users": at("shared"),
+    "forks_get_one_new_page": at("shared"),
+    "forks_computed_once": at("shared"),
+    "page_number_in_a_byte": at("crowd"),
+    "context_beyond_1024": at("batch", max_tokens=1088),
+    "short_last_chunk": at("batch", max_tokens=1152),
+    "scale_drifts": at("batch", decode_steps=250),
+    "nan_rarely": at("wear", requests=120),
+    "mask_one_too_many": at("walk", policy="fp8", max_tokens=320, max_batch=8),
+    "chunk_reads_head_0": at("walk", policy="fp8", max_tokens=320, max_batch=8),
+    "torch_rows_swapped": at("walk", max_tokens=128, max_batch=6),
+    "third_fork_loses_a_token": at("walk", LATER),
+    "rows_above_16_beyond_192": at("batch", FAR, says="row 16 of a batch of 18), layer 0"),
+    "after_330_decoded": at("batch", FAR, says="a long decode from 1 token: first stored wrong at position 331"),
+    "answers_wrap_at_103": at("long_queue", FAR, says="generate: token 1 of the answer to a prompt of"),
+    "number_of_another_request": at("crowd", FAR, says="isolation: "),
+}
+"""Further faults, for `make test-long`."""
+CHOSEN = NAMED | (LONG if STRIDE == 1 else {})
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("fault", "situation"), CHOSEN.items(), ids=CHOSEN)
+def test_the_scenario_names_the_fault(
+    fault: str, situation: Situation, int8: Path, decoder: Path, model: Any, tmp_path: Path, limit: Limit
+) -> None:
+    (name, policy, config, says), injected = situation, FAULTS[fault]
+    if injected.loads is not nullcontext and find_compiler() is None:
+        pytest.skip("no C compiler, or no AVX2")
+    reference = make_reference(model, BY_NAME[policy], SHAPE)
+    engine: Any = make_reference(model, BY_NAME[policy], SHAPE)
+    if injected.kind != "reference":
+        bundle = int8 if policy == "int8" else make_bundle(decoder, tmp_path / "bundle", BY_NAME[policy])
+        with injected.loads():
+            engine = load_engine(bundle, threads=1)
+    injected.plant(engine)
+    limit(name)
+    claimed = min(987, config.max_tokens - 28)
+    failures = run_stress_test(engine, ReferenceEngine(reference), config, config.max_batch, claimed, no_progress).failures
+    assert any(says in failure if says else failure.startswith((name, "generate", "isolation")) for failure in failures), (
+        failures
+    )
+    if fault == "prompt_logits_one_off":
+        assert not any(failure.startswith("isolation") for failure in failures), "no request influences another"
