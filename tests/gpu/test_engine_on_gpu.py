@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.commands.jobs import judge_on_gpu
+from helpers.commands.tiny_model import judge_on_gpu
 from helpers.engines.random_llama import make_reference_bundle
 from helpers.kernels.cases import no_waiting
 from helpers.kernels.engines import GUARDED, distance

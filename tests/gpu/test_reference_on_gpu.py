@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.commands.jobs import judge_on_gpu
+from helpers.commands.tiny_model import judge_on_gpu
 from helpers.engines.random_llama import make_reference_bundle
 from helpers.kernels.engines import GUARDED, distance
 from helpers.policies.shipped import SHIPPED

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input.forks import BadInput, run_in_fork
+from bad_input.forks import ROOT, BadInput, run_in_fork
 
 from helpers.stride import STRIDE
 
@@ -31,7 +31,15 @@ FEW = [
     "calibration.samples=8",
     "backend.threads=1",
 ]
-
+ON_GPU = [
+    *("kv=fp8k_int4v", "backend=torch", "backend.device=cuda", "tracking=none"),
+    "workloads.samples={prose: 2, retrieval: 10, tool_call: 0, copy: 10, multi_turn: 0}",
+    "workloads.max_scored_tokens=16",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",
+    "gates.min_samples=8",
+    "calibration.samples=8",
+]
+"""Few questions, and the whole stress test, on a GPU with kvgate's kernels."""
 
 MAX_SECONDS = 1200
 """Seconds after which a command counts as hanging, even on a machine that is busy with other tests."""
@@ -41,7 +49,8 @@ SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", 
 def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
     once = {part.partition("=")[0]: part for part in (f"workdir={work}", *few, *arguments)}
     command = [sys.executable, "-m", "pipeline", *once.values()]
-    environment = {**os.environ, **SECRETS}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **SECRETS, "PYTHONPATH": path}
     return subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=MAX_SECONDS, env=environment
     )
@@ -77,6 +86,15 @@ def _in_this_process(decoder: Path | None, function: Callable[..., None], *paths
 def summary(work: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((work / "summary.json").read_text())
     return loaded
+
+
+def judge_on_gpu(folder: Path, codes: tuple[int, ...], *arguments: str) -> dict[str, Any]:
+    """Judge a cache with kvgate's kernels on a GPU and return its candidate. Asserts that the exit code is in `codes`."""
+    ended = pipeline(folder / "work", *arguments, few=ON_GPU)
+    assert ended.returncode in codes, ended.stdout + ended.stderr
+    (candidate,) = summary(folder / "work")["candidates"]
+    result: dict[str, Any] = candidate
+    return result
 
 
 def sweep(work: Path, decoder: Path | None = None) -> Swept:
