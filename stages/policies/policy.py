@@ -86,7 +86,25 @@ def first_recent_page(length: int, tokens: int) -> int:
     return max(0, length - tokens) // PAGE_TOKENS
 
 
-class Window(StrictModel):
+class SideFormats(StrictModel):
+    """Formats in place of the policy's, for some tokens or layers."""
+
+    key: Format | None = None
+    """Format of the keys; null keeps the policy's key format."""
+    value: Format | None = None
+    """Format of the values; null keeps the policy's value format."""
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if self.key is None and self.value is None:
+            raise ValueError("key and value are both null: give a format to one of them, or null for no window or override")
+        return self
+
+    def form(self, side: Side) -> Format | None:
+        return self.key if side.is_key else self.value
+
+
+class Window(SideFormats):
     """A finer format for the latest tokens. A page is in the window while any of its tokens is among the last `tokens` tokens.
 
     Pages in the window are stored twice. When a page leaves the window, its finer copy is freed; the remaining codes are not
@@ -95,16 +113,6 @@ class Window(StrictModel):
 
     tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
     """Length of the window in tokens, a multiple of 64 (whole pages)."""
-    key: Format | None = None
-    """Format of the keys in the window; null keeps the policy's key format."""
-    value: Format | None = None
-    """Format of the values in the window; null keeps the policy's value format."""
-
-    @model_validator(mode="after")
-    def _check_format(self) -> Self:
-        if self.key is None and self.value is None:
-            raise ValueError("key and value are both null: give the window a format, or null for no window")
-        return self
 
     def first_page(self, length: int) -> int:
         return first_recent_page(length, self.tokens)
@@ -141,21 +149,10 @@ class Eviction(StrictModel):
         return self.gap.stop + self.window_tokens
 
 
-class LayerOverride(StrictModel):
+class LayerOverride(SideFormats):
     """Other formats for some layers (0 is the first). An overridden side is stored once, without a copy for the window."""
 
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)]
-    key: Format | None = None
-    value: Format | None = None
-
-    @model_validator(mode="after")
-    def _check_format(self) -> Self:
-        if self.key is None and self.value is None:
-            raise ValueError("key and value are both null: give the layers a format")
-        return self
-
-    def form(self, side: Side) -> Format | None:
-        return self.key if side.is_key else self.value
 
 
 POLICY_NAME = r"^[a-z][a-z0-9_]*$"
@@ -219,13 +216,11 @@ class KVPolicy(StrictModel):
     def sides(self, layer: int) -> dict[Side, Format]:
         """Return the formats of all stored copies of a layer's keys and values, in the order of Side."""
         formats: dict[Side, Format] = {Side.KEY: self.key, Side.VALUE: self.value}
-        if self.window is not None:
-            formats |= {Side.WINDOW_KEY: self.window.key} if self.window.key is not None else {}
-            formats |= {Side.WINDOW_VALUE: self.window.value} if self.window.value is not None else {}
-        for override in self.overrides:
-            for side in SIDES:
-                form = override.form(side)
-                if layer in override.layers and form is not None:
+        for side in SIDES:
+            if self.window is not None and (form := self.window.form(side)) is not None:
+                formats[side.window] = form
+            for override in self.overrides:
+                if layer in override.layers and (form := override.form(side)) is not None:
                     formats[side] = form
                     formats.pop(side.window, None)
         return formats
