@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.checkpoints.families import ARCHITECTURES, FAMILIES, LARGER_MODEL, other_cache
+from stages.checkpoints.families import ARCHITECTURES, FAMILIES, LARGER_MODEL, OTHER_CACHES
 from stages.checkpoints.files import (
     GENERATION,
     check_file,
@@ -257,9 +257,9 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
     if not isinstance(classes, list) or len(classes) != 1:
         raise wrong_value(path, config, "architectures", "a list of one class")
     architecture = str(classes[0])[:100]
-    other = other_cache(config)
-    if other is not None:
-        raise refusal(path, f"config.json: {other[0]}={short(config[other[0]])}: {other[1]}; use another model")
+    for key, reason in OTHER_CACHES.items():
+        if config.get(key):
+            raise refusal(path, f"config.json: {key}={short(config[key])}: {reason}; use another model")
     if architecture not in ARCHITECTURES:
         raise refusal(path, f"{short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
     # transformers selects the class by model_type only.

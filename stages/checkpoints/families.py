@@ -156,11 +156,6 @@ LARGER_MODEL = ("vision_config", "audio_config", "text_config")
 """Keys of config.json of models that contain a decoder, such as models that also take images or audio."""
 
 
-def other_cache(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (key of config.json, reason) if the model's cache is not supported, otherwise None."""
-    return next(((key, reason) for key, reason in OTHER_CACHES.items() if config.get(key)), None)
-
-
 def has_positions(config: Mapping[str, Any], layer: int) -> bool:
     """Return whether a layer of SmolLM3 rotates its queries and keys."""
     layers = config.get("no_rope_layers")
