@@ -28,14 +28,14 @@ read("LIBRARY" + "_SIZE")
 OF_ANOTHER_VALUE = "import os\nos.environ['LIBRARY_SIZE']\nint('big')"
 
 
-def error_of(code: str, directory: Path, monkeypatch: pytest.MonkeyPatch, name: str = "library") -> Exception:
+def error_of(code: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Exception:
     """Return the exception that a module raises while it is imported; LIBRARY_SIZE is `many`."""
-    (directory / f"{name}.py").write_text(code)
+    (directory / "library.py").write_text(code)
     monkeypatch.syspath_prepend(str(directory))
     monkeypatch.setenv("LIBRARY_SIZE", "many")
     with pytest.raises(ValueError, match=r"many|big") as caught:
-        importlib.import_module(name)
-    sys.modules.pop(name, None)
+        importlib.import_module("library")
+    sys.modules.pop("library", None)
     return caught.value
 
 
@@ -47,13 +47,11 @@ def test_a_variable_that_a_library_refuses_is_named(code: str, tmp_path: Path, m
     assert describe(error).endswith("; correct or unset it")
 
 
-def test_an_exception_about_another_value_stays_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exit_code(error_of(OF_ANOTHER_VALUE, tmp_path, monkeypatch)) == DEFECT
-
-
-def test_an_exception_of_kvgates_own_code_stays_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = error_of(f"__name__ = 'stages.library'\n{WHILE_IMPORTED}", tmp_path, monkeypatch, "ours")
-    assert exit_code(error) == DEFECT
+@pytest.mark.parametrize("code", [OF_ANOTHER_VALUE, f"__name__ = 'stages.library'\n{WHILE_IMPORTED}"])
+def test_an_exception_about_another_value_or_of_kvgates_own_code_stays_a_defect(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exit_code(error_of(code, tmp_path, monkeypatch)) == DEFECT
 
 
 def test_a_removed_current_directory_is_named() -> None:

@@ -1,5 +1,6 @@
 """Descriptions of a machine's GPUs."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,21 +42,18 @@ def test_a_gpu_is_named_with_its_compute_capability_and_driver(tmp_path: Path, m
     assert gpus() == [{"name": "A100, 80 GB", "compute_cap": "8.0", "driver_version": "550.54.15"}]
 
 
-def test_an_answer_that_describes_no_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nvidia_smi(tmp_path, "echo 'No devices were found'", monkeypatch)
-    with pytest.raises(MissingRequirement, match="nvidia-smi does not describe a GPU: No devices were found"):
-        gpus()
-    assert "No devices were found" in str(hardware()["gpus"])
-
-
 @pytest.mark.parametrize(
-    ("output", "reason"),
-    [("Failed to initialize NVML: Driver/library version mismatch", "Failed to initialize NVML"), ("", "exit status 18")],
+    ("script", "reason"),
+    [
+        ("echo 'No devices were found'", "does not describe a GPU: No devices were found"),
+        ("echo 'Failed to initialize NVML: version mismatch'; exit 18", "does not answer: Failed to initialize NVML"),
+        ("exit 18", "does not answer: .*exit status 18"),
+    ],
 )
-def test_a_driver_that_does_not_answer_is_not_taken_for_no_gpu(
-    output: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_answer_without_a_gpu_is_not_taken_for_no_gpu(
+    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_nvidia_smi(tmp_path, f"echo '{output}'; exit 18", monkeypatch)
-    with pytest.raises(MissingRequirement, match=f"does not answer: .*{reason}"):
+    install_nvidia_smi(tmp_path, script, monkeypatch)
+    with pytest.raises(MissingRequirement, match=reason):
         gpus()
-    assert reason in str(hardware()["gpus"]), "hardware() does not raise: CPU engines need no GPU"
+    assert re.search(reason, str(hardware()["gpus"])), "hardware() does not raise: CPU engines need no GPU"
