@@ -9,12 +9,10 @@ The functions import transformers themselves, so that importing this module is c
 import importlib.metadata
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from stages.checkpoints.description import PATTERNS, inspect_checkpoint, layer_windows, read_config
@@ -180,8 +178,7 @@ def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a checkpoint or of an engine bundle."""
     if (directory / "tokenizer.json").is_file():
         # AutoTokenizer may rebuild the tokenizer: Llama's class puts SentencePiece's pre-tokenizer before byte-level BPE.
-        with _without_torch():
-            from transformers import PreTrainedTokenizerFast as AutoTokenizer
+        from transformers import PreTrainedTokenizerFast as AutoTokenizer
     else:
         from transformers import AutoTokenizer
 
@@ -190,20 +187,6 @@ def load_tokenizer(directory: Path) -> Any:
         directory, [name for name in ("config.json", *TOKENIZER_FILES) if (directory / name).is_file()]
     ) as staged:
         return load(staged, local_files_only=True, trust_remote_code=False)
-
-
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    """Replace transformers' unused GGUF reader, so that importing its tokenizers does not import torch, which takes 2 s."""
-    reader = "transformers.modeling_gguf_pytorch_utils"
-    stand_in: Any = ModuleType(reader)
-    stand_in.load_gguf_checkpoint = None
-    replaced = sys.modules.setdefault(reader, stand_in) is stand_in
-    try:
-        yield
-    finally:
-        if replaced:
-            del sys.modules[reader]
 
 
 @contextmanager
