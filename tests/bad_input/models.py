@@ -67,8 +67,8 @@ ROTARY_VALUES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 NORM, UP, EMBED = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
-FILE = "model.safetensors"
-WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
+FILE, CONFIG_JSON = "model.safetensors", "config.json"
+FILES: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
     ("a tensor missing", with_weights({name: tensor for name, tensor in TENSORS.items() if name != NORM}), (NORM, "missing")),
     ("a tensor too many", with_weights(TENSORS | {"model.norm.bias": torch.zeros(128)}), ("norm.bias", "not part of")),
@@ -82,15 +82,12 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("no weights", with_replaced(FILE, lambda _: None), (FILE, "missing")),
     ("only pickled weights", with_replaced(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
      ("pickled weights",)),
-)  # fmt: skip
-
-
-CONFIG_JSON = "config.json"
-JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-    ("missing", with_replaced(CONFIG_JSON, lambda _: None), ("missing",)),
-    ("in a directory below", lambda directory: with_config()(directory / "model"), ("missing; give", "model/model")),
-    ("NaN", with_file(CONFIG_JSON, json.dumps(CONFIG | {"initializer_range": float("nan")})), ("is not JSON", "NaN")),
-    ("a pipe", with_replaced(CONFIG_JSON, os.mkfifo), ("pipe",)),
+    ("no config.json", with_replaced(CONFIG_JSON, lambda _: None), (CONFIG_JSON, "missing")),
+    ("config.json in a directory below", lambda directory: with_config()(directory / "model"),
+     (CONFIG_JSON, "missing; give", "model/model")),
+    ("NaN in config.json", with_file(CONFIG_JSON, json.dumps(CONFIG | {"initializer_range": float("nan")})),
+     (CONFIG_JSON, "is not JSON", "NaN")),
+    ("config.json is a pipe", with_replaced(CONFIG_JSON, os.mkfifo), (CONFIG_JSON, "pipe")),
 )  # fmt: skip
 
 
@@ -177,9 +174,8 @@ CASES = [
         case(name, prepare, *expected, loads_model=name in CHECKED_AGAINST_MODEL)
         for name, prepare, expected in (
             *((name, with_config(**changes), expected) for name, changes, expected in (*CONFIGS, *ROTARY_VALUES)),
-            *(*WEIGHTS, *SHARDS, *TOKENIZERS, *POINTERS),
+            *(*FILES, *SHARDS, *TOKENIZERS, *POINTERS),
         )
     ),
     *(case(name, prepare, *expected, loads_model=True) for name, prepare, expected in CHECKED_AFTER_LOADING),
-    *(case(f"{CONFIG_JSON} {what}", prepare, CONFIG_JSON, *expected) for what, prepare, expected in JSON),
 ]
