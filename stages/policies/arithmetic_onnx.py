@@ -79,6 +79,9 @@ class Body:
     def real(self, value: npt.ArrayLike) -> str:
         return self.const(value, NUMPY_FLOATS[self.compute])
 
+    def float32(self, value: float) -> str:
+        return self.const(value, np.float32)
+
     def ints(self, value: int | Sequence[int]) -> str:
         """Return an int64 constant, for shapes and axes."""
         return self.const(value, np.int64)

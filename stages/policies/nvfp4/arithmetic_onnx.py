@@ -18,17 +18,17 @@ class Nvfp4BlocksGraph(Graph):
     def write(self, body: Body, x: str, options: GraphOptions) -> list[str]:
         blocks = body.reshape(body.to_float32(x), 0, 0, 0, options.groups, -1)
         amax = body.op("ReduceMax", body.op("Abs", blocks), body.ints([-1]), keepdims=1)
-        low, high = (body.const(bound, np.float32) for bound in NVFP4_SCALES)
-        one, stored_type = body.const(1.0, np.float32), onnx_type(self.spec.scale_storage)
-        over = body.op("Mul", options.scale, body.const(6.0, np.float32))
+        low, high = (body.float32(bound) for bound in NVFP4_SCALES)
+        one, stored_type = body.float32(1.0), onnx_type(self.spec.scale_storage)
+        over = body.op("Mul", options.scale, body.float32(6.0))
         clipped = body.op("Clip", body.op("Div", amax, over), low, high)
         scale = body.op("DequantizeLinear", body.op("QuantizeLinear", clipped, one, output_dtype=stored_type), one)
         codes = _e2m1(body, body.op("Div", blocks, body.op("Mul", scale, options.scale)))
         codes = body.reshape(codes, 0, 0, 0, -1)
         first, second = body.ops("Split", 2, codes, axis=-1, num_outputs=2)
-        byte = body.op("Add", first, body.op("Mul", second, body.const(16.0, np.float32)))
-        signed = body.op("Sub", byte, body.const(256.0, np.float32))
-        byte = body.op("Where", body.op("Less", byte, body.const(128.0, np.float32)), byte, signed)
+        byte = body.op("Add", first, body.op("Mul", second, body.float32(16.0)))
+        signed = body.op("Sub", byte, body.float32(256.0))
+        byte = body.op("Where", body.op("Less", byte, body.float32(128.0)), byte, signed)
         scales = body.op("QuantizeLinear", body.reshape(scale, 0, 0, 0, -1), one, output_dtype=stored_type)
         return [body.op("Cast", byte, to=onnx_type(self.spec.storage)), scales]
 
@@ -39,26 +39,23 @@ class Nvfp4BlocksGraph(Graph):
 
     def scales(self, body: Body, pool: str, gather: Gather, options: GraphOptions) -> str:
         # The layer's scale is too small for float16, but its products with the block scales are not.
-        wide = body.op("DequantizeLinear", pool, body.const(1.0, np.float32))
+        wide = body.op("DequantizeLinear", pool, body.float32(1.0))
         return body.op("Mul", gather(wide, options.groups), options.scale)
 
 
 def _e2m1(body: Body, steps: str) -> str:
     """Return the nearest codes 0 to 15 of scaled float32 numbers, ties to even codes."""
-
-    def real(value: float) -> str:
-        return body.const(value, np.float32)
-
-    magnitude = body.op("Min", body.op("Abs", steps), real(6.0))
-    small, medium = (body.op("Less", magnitude, real(bound)) for bound in (2.0, 4.0))
+    magnitude = body.op("Min", body.op("Abs", steps), body.float32(6.0))
+    small, medium = (body.op("Less", magnitude, body.float32(bound)) for bound in (2.0, 4.0))
 
     def by_size(*values: float) -> str:
-        return body.op("Where", small, real(values[0]), body.op("Where", medium, real(values[1]), real(values[2])))
+        below_2, below_4, others = map(body.float32, values)
+        return body.op("Where", small, below_2, body.op("Where", medium, below_4, others))
 
     whole = body.op("Round", body.op("Div", magnitude, by_size(0.5, 1.0, 2.0)))
     # Codes 0 to 4 have steps of 0.5 (up to 2), codes 4 to 6 steps of 1 (up to 4), and codes 6 and 7 a step of 2.
     codes = body.op("Add", whole, by_size(0.0, 2.0, 4.0))
-    return body.op("Where", body.op("Less", steps, real(0.0)), body.op("Add", codes, real(8.0)), codes)
+    return body.op("Where", body.op("Less", steps, body.float32(0.0)), body.op("Add", codes, body.float32(8.0)), codes)
 
 
 GRAPH = Nvfp4BlocksGraph(NVFP4)
