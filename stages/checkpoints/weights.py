@@ -22,9 +22,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FREQUENCIES = ".rotary_emb.inv_freq"
-ROWS = 4096
-"""Rows that are compared at a time, to save memory."""
-
 
 TOGETHER = "give weights and a config.json that were saved together (model.save_pretrained)"
 """Fix for weights and a configuration of different models."""
@@ -160,9 +157,7 @@ def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], name: str, 
     if name not in on_disk or other not in on_disk or on_disk[name][1] != on_disk[other][1]:
         return False
     with safe_open(path / on_disk[name][0], "pt") as first, safe_open(path / on_disk[other][0], "pt") as second:
-        pair = first.get_slice(name), second.get_slice(other)
-        starts = range(0, on_disk[name][1][0], ROWS)
-        return all(bool((pair[0][at : at + ROWS].double() == pair[1][at : at + ROWS].double()).all()) for at in starts)
+        return bool((first.get_tensor(name) == second.get_tensor(other)).all())
 
 
 def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
