@@ -210,6 +210,37 @@ def inherit_page(release: Any, engine: Any, handle: int) -> None:
     release(handle)
 
 
+def copy_once(fork: Any, engine: Any, handle: int) -> int:
+    """Take a page without a copy for the partly filled page, if an earlier fork of the same tokens has ended."""
+    pool, copied = engine.pool, vars(engine).setdefault("copied", {})
+    place, copy = (handle, pool.length(handle)), pool._copy
+    if copied.setdefault(place, None) not in (None, *pool.sequences):
+        pool._copy = lambda allocator, _: pool._allocate(allocator)
+    child: int = fork(handle)
+    pool._copy = copy
+    if copied[place] is None:
+        copied[place] = child
+    return child
+
+
+def between_sharers(least: int) -> Callable[[Step], Any]:
+    """Select rows whose prefix is also that of the row two places before, but not of the row between; `least` or none."""
+
+    def chosen(step: Step) -> Any:
+        first, _ = groups(step)
+        found = (first[2:] == first[:-2]) & (first[2:] != first[1:-1])
+        return np.r_[False, False, found & (found.sum() >= least)][: len(first), None]
+
+    return chosen
+
+
+def ends_with_a_page(answers: list[list[int]], prompts: Sequence[Sequence[int]], _: int) -> list[list[int]]:
+    """Flip the lowest bit of an answer's last token if the answer ends with a page."""
+    pairs = list(zip(answers, prompts, strict=True))
+    ends = [len(answer) > 1 and (len(prompt) + len(answer)) % PAGE_TOKENS == 0 for answer, prompt in pairs]
+    return [[*answer[:-1], answer[-1] ^ 1] if end else answer for end, answer in zip(ends, answers, strict=True)]
+
+
 def cut_waiting(generate: Any, _: Any, prompts: Any, *given: Any, **options: Any) -> Any:
     """Cut prompts that have to wait after 512 tokens."""
     first = options.get("max_sequences") or len(prompts)
@@ -307,6 +338,12 @@ FAULTS = [
        logits(computed_once, lambda step: np.array(len(step.handles) >= 8))),
     of("first_fork_inherits_a_page", "when the origin of four forks ends, the first gets the page at which they part",
        both(forking(), method("pool.release", inherit_page))),
+    of("fork_again_without_a_copy", "a fork again at the place of an ended fork takes a page without copying it",
+       method("pool.fork", copy_once)),
+    of("prefixes_alternate", "rows of prefixes that alternate at least four times get the logits of the row before",
+       logits(lambda found, _: np.roll(found, 1, 0), between_sharers(4))),
+    of("answer_ends_with_a_page", "the last token of an answer that ends with a page has a flipped bit",
+       generating(ends_with_a_page)),
     of("waiting_prompt_is_cut", "a prompt that has to wait loses its tokens beyond 512",
        method("generate", cut_waiting)),
     of("first_page_decides_the_second", "prompts of one call with the same first page share their second page, too",

@@ -187,15 +187,10 @@ class StressTest:
         self._take(sequence, tokens, logits_V, 0, 1, decoded=False)
         self._observe(observed)
 
-    def wake(self, *, turn_first: bool = False) -> None:
-        """Advance the resting sequences: the first by a short turn if possible, the others by a token.
-
-        The order is random; with `turn_first`, the first sequence comes first.
-        """
-        places = self.rng.permutation(len(self.resting))
-        for place in sorted(places) if turn_first else places:
-            sequence = self.resting[place]
-            if place == 0 and isinstance(self.engine, SupportsFork):
+    def wake(self) -> None:
+        """Advance the resting sequences: the first by a short turn if possible, the others by a token."""
+        for sequence in self.resting:
+            if sequence is self.resting[0] and isinstance(self.engine, SupportsFork):
                 self.extend(sequence, self.randint(1, RESTING_TURN))
             else:
                 self.decode(sequence)

@@ -247,19 +247,19 @@ def answers(test: StressTest) -> None:
         others = [token for token in (*test.draw(8), *last, *near) if not any(token in answer for answer in first)]
         stops = [*others, *sorted(set(within))][call % 3 :]
         sequences = [sequence for sequence, _ in chosen]
-        # In every second call, most answers end by a stop token, and others wait for their places.
+        # In the first call, one prompt runs at a time. In every second call, most answers end by a stop token, and others wait.
         most = test.largest if call % 2 else max(1, min(test.largest, len(chosen) // 2))
-        test.ask(sequences, limits, stops, test.randint(1, most))
+        test.ask(sequences, limits, stops, test.randint(1, most if call else 1))
 
 
 def long_queue(test: StressTest) -> None:
-    """Generate three long answers while many short prompts, and a longer one, wait for the remaining places of the batch."""
+    """Generate three long answers while many short prompts, and one whose answer ends with a page, wait for other places."""
     if test.max_tokens < 4 * PAGE_TOKENS:
         return
     waiting = [test.sequence("a short prompt in a long queue", test.randint(2, 9)) for _ in range(test.scaled(SHORT))]
     waiting += [waiting[i] for i in test.rng.integers(0, len(waiting), test.scaled(REPEATED))]
     limits = [*np.minimum(test.rng.geometric(0.4, len(waiting)), PAGE_TOKENS).tolist(), test.randint(2, ANSWER // 2)]
-    waiting.append(test.sequence("the last prompt in a long queue", test.quote(test.randint(PAGE_TOKENS, 2 * PAGE_TOKENS))))
+    waiting.append(test.sequence("the last prompt in a long queue", test.quote(2 * PAGE_TOKENS - limits[-1])))
     # Long prompts are quotes, because answers to short random prompts repeat one token. The waiting requests take turns in the
     # remaining places.
     long = [test.sequence("a prompt with a long answer", test.quote(test.randint(9, PAGE_TOKENS))) for _ in range(3)]
@@ -270,9 +270,9 @@ def long_queue(test: StressTest) -> None:
 
 
 SCENARIOS: dict[Callable[[StressTest], None], tuple[type, ...]] = {
-    walk: (),  # first: its many sequences show how large a rounding is
-    batch: (),
+    walk: (),  # first: its many sequences show how large a rounding is, and the engine idles long while they are compared
     equal: (),
+    batch: (),
     evicted_fork: (SupportsFork,),
     shared: (SupportsFork,),
     answers: (),

@@ -8,6 +8,7 @@ codes that the engine stored, and the codes themselves.
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from stages.core.errors import UserError
 from stages.core.records import Progress
@@ -23,7 +24,7 @@ from stages.verdict.report import StressResult
 from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
-"""Seconds that the engine idles with live sequences at the end, per request of `workloads.stress_test.requests`."""
+"""Seconds that the engine idles with live sequences at the end, in two pauses, per request of `stress_test.requests`."""
 
 
 def run_stress_test(
@@ -89,15 +90,15 @@ def _run_scenarios(test: StressTest) -> None:
             for name in (names[:room] if isinstance(engine, SupportsFork) else names[1:])
         ]
         test.prefill(*test.resting)
-    for number, (run, needs) in enumerate(SCENARIOS.items()):
+    for run, needs in SCENARIOS.items():
         if all(isinstance(engine, need) for need in needs):
             test.scenario = run.__name__
             try:
                 run(test)
             except UserError as error:
                 test.failures.append(f"{test.scenario}: the engine refused it: {error}")
-            test.end()
-            test.wake(turn_first=number == 0)  # the engine idled during the longest comparison
+            test.wake()
+            test.end()  # the engine idles during the comparison, after which the next scenario's prompts come first
     if test.resting:
         test.scenario = "rest"
         ending, idle = (test.sequence(name, most) for name in ("a sequence that ends", "an idle sequence after free pages"))
@@ -107,9 +108,9 @@ def _run_scenarios(test: StressTest) -> None:
             rows = [idle, test.resting[-1]]
             if isinstance(engine, SupportsFork):
                 rows += [test.fork(idle, idle.name) for _ in range(test.largest // 2 - 1)]
-            time.sleep(IDLE_SECONDS * test.config.requests)
-            test.decode(*rows)  # in `wake`, a turn may come first
-            test.wake()
+            for advance in (partial(test.decode, *rows), test.wake):  # in `wake`, a turn comes first
+                time.sleep(IDLE_SECONDS * test.config.requests / 2)
+                advance()
             test.decode(*test.resting, steps=3)
         except UserError as error:
             test.failures.append(f"rest: the engine refused it: {error}")

@@ -8,6 +8,7 @@ turns take every residue modulo 16 in the same way.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from stages.engines.interface import SupportsFork, SupportsRequests
 from stages.evaluate.conformance.operations import StressTest
@@ -20,12 +21,13 @@ TILES = (144, 176, 208, 240, 320, 384, 448, 512)
 TURN_TILES = (120, 112)
 """Lengths of the first turns in tokens. Every even number up to 16, and 20 and 24, divides at least one length."""
 
-JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES, WAKES = 10, 23, 20, 11, 5, 10, 3
+JOINS, STEPS, TURNS, FORKS, RUNS, DEPARTURES, WAKES = 10, 22, 18, 11, 5, 10, 3
 """Number of operations of each kind."""
 BORDERS = (-1, 0, 1, -2, 2)
 """Distances from a page's end, in tokens, at which `run` forks a row."""
-EQUAL_TURN = 20
-"""Maximum tokens of the first turn of forks. Sibling forks get turns of equal length."""
+EQUAL_TURN, FORK_STEPS = 20, 8
+"""Maximum tokens of the first turn of forks, which is equally long for sibling forks, and maximum decode steps of a fork that
+ends before the next fork of its row."""
 LATE_TURN = 2 * PAGE_TOKENS + 1
 """Minimum tokens of a long turn late in the walk."""
 PAGE_TURNS = 3 / 4
@@ -36,9 +38,9 @@ PROMPTS_AT_ONCE, FORKS_AT_ONCE, LEAVING_AT_ONCE = 5, 4, 6
 LATE = ((130, 600), (600, 900))
 """(minimum, maximum) tokens of each long prompt that joins a running batch. A drawn length is limited to two thirds of the
 maximum length and rounded down to whole pages. The other long prompts begin together."""
-ORIGINS, FORKED_TOKENS = 2, 960
-"""Number of rows whose forks fill the last batch, after a fork of the longest row, and their maximum tokens. The forks make
-many rows of 430 to 980 tokens."""
+FORKED_TOKENS = 960
+"""Maximum tokens of the two rows whose forks fill the last batch, after a fork of the longest row. If possible, the rows have
+different prompts. The forks make many rows of 430 to 980 tokens."""
 CONTINUED = 6
 """Maximum number of different token sequences among many forks. Forks with equal tokens share a replay."""
 
@@ -68,8 +70,8 @@ def walk(test: StressTest) -> None:
         order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
         order.insert(test.randint(len(order) // 2, len(order)), walker.late_turn)
         order.append(walker.late_turn)
-        for keep in (walker.kept_pages, walker.kept_prompt):
-            order.insert(test.randint(0, len(order)), keep)
+        for length in (PAGE_TOKENS, test.randint(PAGE_TOKENS // 2, 3 * PAGE_TOKENS)):
+            order.insert(test.randint(0, len(order)), partial(walker.keep, length))
     for operate in [*[walker.alone] * (test.scaled(2) - 1), *order, walker.alone]:
         operate()
     walker.finish()
@@ -110,8 +112,6 @@ class Walk:
         self.late = [*long[test.largest - 1 :], *(test.sequence("a long prompt", length) for length in late)]
         self.last: list[ForcedSequence] = []
         """Live rows of the last decode step, in its order."""
-        self.beginnings: list[list[int]] = []
-        """Prompts of all started sequences. Later prompts may begin like them."""
         self.rows: list[ForcedSequence] = []
         """Live rows; the conversation is the first."""
         self._start([self.talker, *long[: test.largest - 1]])
@@ -126,7 +126,6 @@ class Walk:
     def _start(self, sequences: Sequence[ForcedSequence]) -> None:
         self.test.prefill(*sequences)
         self.rows += sequences
-        self.beginnings += [sequence.prompt for sequence in sequences]
 
     def _room(self, row: ForcedSequence) -> int:
         return self.test.max_tokens - LAST_STEPS - len(row.tokens)
@@ -157,8 +156,7 @@ class Walk:
                 continue
             rest, begin = next(self.short), list[int]()
             if self.rng.random() < 1 / 3:
-                known = [*self.beginnings, *(row.prompt for row in joining)]
-                begin = known[-self.test.randint(1, len(known))]
+                begin = self.test.pick([*self.rows, *joining]).prompt
                 begin = begin[: self.test.randint(1, 2 * PAGE_TOKENS)][: self.test.max_tokens // 2 - rest]
             joining.append(
                 self.test.sequence(
@@ -274,22 +272,26 @@ class Walk:
             self._decode(branches, before + 2)
             self._end(branches[1:])
 
-    def kept_pages(self) -> None:
-        """Extend a fork of whole pages by whole pages."""
-        self._keep(self.test.randint(1, 2) * PAGE_TOKENS, self.test.randint(1, 3) * PAGE_TOKENS)
+    def keep(self, length: int) -> None:
+        """Fork a prompt of `length` tokens for several rests, as an engine does that keeps prefixes.
 
-    def kept_prompt(self) -> None:
-        """Extend a fork by more tokens than it has."""
-        length = self.test.randint(PAGE_TOKENS // 2, 2 * PAGE_TOKENS)
-        self._keep(length, length + self.test.randint(1, PAGE_TOKENS))
-
-    def _keep(self, length: int, rest: int) -> None:
-        """Start a prompt of `length` tokens, and extend its fork by `rest` tokens, as an engine does that keeps prefixes."""
-        self._make_room(2)
-        if len(self.rows) < self.test.largest and length + rest + LAST_STEPS < self.test.max_tokens:
-            kept = self.test.sequence("a kept prefix", length)
-            self._start([kept])
-            self._extend(self._fork(kept), rest)
+        One rest is longer than the prompt, one has whole pages, and two short ones are equal. The first two forks end after
+        some steps, so that the next fork begins again at their place.
+        """
+        test = self.test
+        self._make_room(4)
+        if len(self.rows) > test.largest - 4 or 2 * length + 2 * PAGE_TOKENS > test.max_tokens:
+            return
+        kept = test.sequence("a kept prefix", length)
+        self._start([kept])
+        equal = test.text(test.randint(1, EQUAL_TURN // 2))
+        for rest in (length + test.randint(1, PAGE_TOKENS), test.randint(1, 3) * PAGE_TOKENS, equal, equal):
+            fork = self._fork(kept)
+            self._extend(fork, rest)
+            if rest is not equal:
+                self._decode([fork], test.randint(1, FORK_STEPS))
+                self._end([fork])
+        self._decode(self.rows[-2:], 2)
 
     def _extend(self, row: ForcedSequence, chunk: int | Sequence[int]) -> None:
         count = min(chunk if isinstance(chunk, int) else len(chunk), self.longest_turn, self._room(row))
@@ -303,12 +305,11 @@ class Walk:
         self._make_room(count, row)
         branches = [row]
         if self.rng.random() < 2 / 3 and (gone := self._fork(row)) is not row:  # its pages serve the next forks
-            rejected = self.rng.random() < 1 / 2
-            if rejected:
+            if self.rng.random() < 1 / 2:
                 self._extend(gone, self.test.randint(1, EQUAL_TURN))
-            self._decode([gone] if rejected else [row, gone])
+            self._decode([gone] if self.rng.random() < 1 / 2 else [row, gone], self.test.randint(1, FORK_STEPS))
             self._end([gone])
-            if rejected:
+            if self.rng.random() < 1 / 2:
                 self._extend(row, self.test.randint(1, EQUAL_TURN))
         for _ in range(count):
             branches.append(self._fork(branches[-1] if chain else row))
@@ -362,13 +363,15 @@ class Walk:
         test.release(*(row for row in self.rows if row not in rows))
         for row in rows:
             row.ahead = test.draw(LAST_STEPS - 1)
-        origins = [row for row in rows if len(row.tokens) <= FORKED_TOKENS][:ORIGINS] or rows[:ORIGINS]
+        first, *others = [row for row in rows if len(row.tokens) <= FORKED_TOKENS] or rows
+        others = [row for row in others if row.prompt is not first.prompt and len(row.tokens) > FORKED_TOKENS // 2] or others
+        origins = [first, *others[:1]]
         for number in range(test.largest - len(rows) if forks else 0):
             row = origins[number % len(origins)] if number else rows[0]
             rows.append(test.fork(row, row.name, LAST_STEPS - 1))
             if number >= CONTINUED:
                 rows[-1].ahead = list(rows[-1 - CONTINUED].ahead)
-        rows = self._mixed(rows)
-        for order in (rows, rows[::-1], self._mixed(rows)):
+        mixed = self._mixed(rows)
+        for order in (rows, mixed, mixed[::-1]):  # in the first one, forks of two rows alternate
             test.decode(*order)
         test.release(*rows)

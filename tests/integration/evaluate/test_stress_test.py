@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +103,25 @@ def test_an_engine_that_rounds_queries_is_allowed_another_code_of_a_query(model:
     assert ReferenceEngine(rounded, None).rounding == ROUNDING["float16"] > ReferenceEngine(exact, None).rounding
 
 
-def test_a_turn_comes_first_after_the_longest_comparison(
+def test_after_each_pause_a_prompt_a_step_or_a_turn_comes_first(
     int8: Path, reference: ReferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, calls = load_engine(int8, threads=1), list[str]()
+    engine, calls, compare = load_engine(int8, threads=1), list[str](), StressTest.compare
 
     def noting(name: str, sound: Callable[..., Any], *given: Any) -> Any:
         calls.append(name)
         return sound(*given)
 
-    monkeypatch.setattr(stress_test, "SCENARIOS", {lambda _: None: ()})
-    for name in ("extend", "_decode"):
+    scenarios = [lambda _: None, lambda test: test.serve([test.sequence("a prompt", 1, 1)])]
+    monkeypatch.setattr(stress_test, "SCENARIOS", dict.fromkeys(scenarios, ()))
+    monkeypatch.setattr(StressTest, "compare", lambda *given: noting("pause", compare, *given))
+    monkeypatch.setattr("time.sleep", lambda _: calls.append("pause"))
+    for name in ("extend", "_decode", "_prefill_batch"):
         monkeypatch.setattr(engine, name, partial(noting, name, getattr(engine, name)))
-    for seed in range(4):
-        calls.clear()
-        result = run_stress_test(engine, reference, SMALL.model_copy(update={"seed": seed, "requests": 1}), 4, 150, no_progress)
-        assert result.failures == []
-        assert calls[0] == "extend"
+    result = run_stress_test(engine, reference, SMALL.model_copy(update={"requests": 1}), 4, 150, no_progress)
+    assert result.failures == []
+    followers = [after for before, after in pairwise(calls) if before == "pause" != after]
+    assert followers == ["_prefill_batch", "_prefill_batch", "_decode", "extend"]
 
 
 @pytest.mark.parametrize(
@@ -206,6 +209,7 @@ NAMED = {
     "first_41_tokens_share_a_page": at("equal"),
     "stops_seen_in_blocks": at("answers"),
     "queue_of_73": at("long_queue"),
+    "answer_ends_with_a_page": at("long_queue"),
     "forks_leak": at("wear", requests=40),
     "prompt_logits_one_off": at("batch", WIDE, says="of a batch of 20"),
     "generate_other_callers": at("batch", WIDE, says="generate: token 1 of the answer"),
@@ -221,18 +225,20 @@ NAMED = {
 LONG = {
     "turn_after_a_turn_overlaps": at("walk"),
     "rows_on_a_prefix_read_as_far_as_the_first": at("shared"),
-    "turn_slots_end_at_294": at("walk", seed=1),
+    "turn_slots_end_at_294": at("walk"),
     "turn_over_a_page_border": at("walk", max_tokens=320, max_batch=8),
     "turn_beyond_the_window": at("walk", policy="ages"),
     "prompt_of_tiles_of_320": at("walk"),
     "step_known_by_its_outer_rows": at("walk"),
     "step_known_in_reverse": at("walk"),
-    "rows_of_middle_length": at("walk", max_tokens=1088),
+    "rows_of_middle_length": at("walk", max_tokens=1088, seed=1),
     "row_beside_16_sharers": at("shared"),
     "last_page_at_897_tokens": at("walk", max_tokens=1088),
     "turns_leak": at("wear", requests=40),
     "fifth_growth_loses_a_page": at("walk"),
     "rest_of_whole_pages": at("walk"),
+    "fork_again_without_a_copy": at("walk"),
+    "prefixes_alternate": at("walk"),
     "one_row_joins_in_front": at("walk"),
     "third_of_eight_rows": at("walk"),
     "late_fork_shares_a_page": at("walk", max_tokens=1984),
