@@ -68,9 +68,10 @@ def walk(test: StressTest) -> None:
     order = [operations[place] for place in test.rng.permutation(len(operations))][: test.scaled(len(operations))]
     if isinstance(test.engine, SupportsFork):
         order.insert(test.randint(0, len(order) // 4), walker.long_turn)  # early, while it has room
-        order.insert(test.randint(len(order) // 2, len(order)), walker.late_turn)
+        for _ in range(test.scaled(2) - 1):
+            order.insert(test.randint(len(order) // 2, len(order)), walker.late_turn)
         order.append(walker.late_turn)
-        for length in (PAGE_TOKENS, test.randint(PAGE_TOKENS // 2, 3 * PAGE_TOKENS)):
+        for length in (test.randint(PAGE_TOKENS // 2, 3 * PAGE_TOKENS), PAGE_TOKENS)[: test.scaled(2)]:
             order.insert(test.randint(0, len(order)), partial(walker.keep, length))
     for operate in [*[walker.alone] * (test.scaled(2) - 1), *order, walker.alone]:
         operate()
@@ -108,7 +109,8 @@ class Walk:
         """Numbers of the new orders of `step`, which take turns, so that every walk has every order."""
         begins = max(next(self.short), most - self.longest_turn - most // 4)
         self.talker = test.sequence("a conversation", begins)
-        late = [max(1, min(test.randint(*span), most * 2 // 3) // PAGE_TOKENS) * PAGE_TOKENS for span in LATE]
+        spans = LATE[: test.scaled(len(LATE))]
+        late = [max(1, min(test.randint(*span), most * 2 // 3) // PAGE_TOKENS) * PAGE_TOKENS for span in spans]
         self.late = [*long[test.largest - 1 :], *(test.sequence("a long prompt", length) for length in late)]
         self.last: list[ForcedSequence] = []
         """Live rows of the last decode step, in its order."""
