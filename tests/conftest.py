@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     # The tests' models are tiny and every core runs a test process: more threads would only wait for each other.
     torch.set_num_threads(1)
-    # A search for garbage takes long in processes with so many libraries, and finds little.
+    # A search for garbage takes long in processes with many libraries, and finds little.
     gc.set_threshold(100_000)
     # Garbage collection in a fork could destroy inherited objects, such as an ONNX Runtime session, and wait for threads
     # that do not exist in the child.

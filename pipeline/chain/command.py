@@ -147,7 +147,8 @@ class JobRunner:
                 if config.facts.promotes and config.tracking.enabled and not self.sweeping:
                     _promote_passing(run)
         except BaseException as error:
-            code, message = exit_code(error), redact_text(describe(error))
+            code = exit_code(error)
+            message = "interrupted" if code == INTERRUPTED else redact_text(describe(error)).partition("\n")[0]
             raise
         finally:
             if config.facts.judges:

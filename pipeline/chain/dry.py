@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.chain.inputs import checks
 from pipeline.chain.job import Run
+from pipeline.chain.stage_functions import promotable
 from pipeline.cli import console
 from pipeline.cli.console import Column, Grid, Value
 from pipeline.cli.progress import duration
@@ -120,6 +121,8 @@ def preview(planned: Plan) -> int:
     opened = set[Path]()
     for job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {foreseen.check(job, check) for check in checks(config, opened)}
+        if config.stage == "promote" and codes == {0}:
+            foreseen.check(job, partial(promotable, config))
         if not config.facts.makes:
             console.say(f"stage={config.stage} makes no artifacts: only its inputs were checked")
         elif EXIT_CODES[UserError] not in codes:

@@ -34,6 +34,8 @@ QUICK_CHECK = ("experiment=quick", "workloads.conformance_samples=0")
 """Arguments that make an evaluation a quick check."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """Model shape for comparing the bytes of policies."""
+FOLDER = "--config-dir="
+"""Beginning of an argument that names a folder with the user's options."""
 
 
 def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
@@ -42,12 +44,16 @@ def command_line(base: Sequence[str], *changes: str, sweep: bool = False) -> str
     A change of a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`. Only a sweep keeps its
     launcher.
     """
+    arguments = shlex.join([*(["-m"] if sweep else []), *_arguments(base, *changes, sweep=sweep)])
+    return f"{_program()} {arguments}".rstrip()
+
+
+def _arguments(base: Sequence[str], *changes: str, sweep: bool) -> list[str]:
     changed = {"log", *map(key_of, changes)}
     launcher = () if sweep else ("hydra/launcher", "hydra.launcher")
     keys = [(part, key_of(part)) for part in base]
     remaining = [part for part, key in keys if not {key, key.partition(".")[0]} & changed and not key.startswith(launcher)]
-    arguments = shlex.join([*(["-m"] if sweep else []), *remaining, *changes])
-    return f"{_program()} {arguments}".rstrip()
+    return [*remaining, *changes]
 
 
 def _program() -> str:
@@ -139,7 +145,9 @@ def after_judging(
         from stages.evaluate.inputs.samples import load_samples
         from stages.verdict.gates.checks import too_few
 
-        full = plan([*remaining, *conformance], multirun=sweep).jobs[0]
+        arguments = _arguments(remaining, *conformance, sweep=sweep)
+        folders = [argument.removeprefix(FOLDER) for argument in arguments if argument.startswith(FOLDER)]
+        full = plan([argument for argument in arguments if not argument.startswith(FOLDER)], sweep, folders).jobs[0]
         few = too_few(load_samples(full.workloads), full.gates)
         why = "judge it in full" if few is None else f"{few}: add questions, then judge it in full"
         return NextStep(why, command_line(remaining, *conformance, sweep=sweep))

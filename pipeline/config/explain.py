@@ -38,8 +38,8 @@ NO_KEYS = {"experiment": "name it first in `defaults`, as in `defaults: [OPTION,
     ("rollback", "version", "previous", "champion"),
     "stage=rollback restores the previous version, stage=promote promote.name=NAME another one",
 )
-"""Name that users give for a key -> the way that works."""
-INCLUDE = "add them, or begin the file with `defaults: [OPTION]`, whose values it then changes"
+"""Name that users take for a key -> what works instead."""
+INCLUDE = "or begin the file with `defaults: [OPTION]` and keep only the keys that differ from this option"
 """Fix for a file of --config-dir that lacks keys of its group."""
 KEY_MARK = "[key]"
 """Last part of pydantic's location of a problem with a mapping's key instead of its value."""
@@ -57,7 +57,7 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     lines = []
     for section, names in missing.items():
         others = f"{', '.join(unknown[section])} and " if section in unknown else ""
-        fix = f"{'rename or ' if others else ''}{INCLUDE if names[1:] else 'add it'}"
+        fix = f"{'rename or ' if others else ''}{f'add them, {INCLUDE}' if names[1:] else 'add it'}"
         lines.append(f"{section}: has {others}no {', '.join(names)}; {fix}")
     for problem in problems:
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
@@ -104,9 +104,9 @@ def _by_section(places: Iterable[tuple[int | str, ...]]) -> dict[str, list[str]]
 
 
 def _fix(problem: ErrorDetails, location: tuple[int | str, ...], value: Any) -> str:
-    """Return the fix for a file without `name`, an unquoted or a variable's text, and a value in the place of keys."""
+    """Return the fix for a missing `name`, a number or a variable instead of a value, and a value instead of keys; else ""."""
     if problem["type"] == "union_tag_not_found":
-        return f"; {INCLUDE}"
+        return f"; add the name, {INCLUDE}"
     if problem["type"] == "string_type" and isinstance(value, int | float):
         return f"; a text needs quotes, as in '{'.'.join(map(str, location))}=\"TEXT\"'"
     if problem["type"] in ("int_type", "float_type", "bool_type") and str(value).startswith("${oc.env:"):
@@ -120,7 +120,7 @@ def _fix(problem: ErrorDetails, location: tuple[int | str, ...], value: Any) -> 
 
 
 def _keys(location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys of a section, or of an item of a list; empty if other classes than the section's own define them."""
+    """Return the keys of a section, or of an item of a list; empty for a backend, whose class depends on its name."""
     section: Any = Config
     for part in location:
         if isinstance(part, str):
@@ -157,7 +157,8 @@ def _unknown(location: tuple[int | str, ...], composed: DictConfig) -> str:
             return f"unknown key, because no dot divides keys in a file; write {nested}"
         if 0 < len(places) <= MAX_PLACES:
             return f"unknown key, did you mean {' or '.join(places)}?"
-    choices = _keys(location[:-1]) or [str(key) for key in composed.backend if key not in (name, "name")]
+    siblings = OmegaConf.select(composed, ".".join(map(str, location[:-1]))) or ()
+    choices = _keys(location[:-1]) or [str(key) for key in siblings if key not in (name, "name")]
     return f"unknown key{suggest(name, choices)}"
 
 

@@ -16,7 +16,7 @@ Single evaluations are counted separately from sweeps, with the same limit, so t
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +50,9 @@ def walk(root: Path) -> list[Piece]:
     pieces = []
     for manifest in sorted(root.glob(f"[!.]*/*/{MANIFEST}")):
         path = manifest.parent
-        if manifest.is_file() and not path.is_symlink():
+        if not manifest.is_file() or path.is_symlink():
+            continue
+        with suppress(FileNotFoundError):  # another command removed it
             stats = [file.lstat() for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
             files = {(about.st_dev, about.st_ino): about.st_size for about in stats}
             pieces.append(Piece(path.relative_to(root).as_posix(), path.parent.name, path, files, manifest.stat().st_mtime))

@@ -136,7 +136,7 @@ def _read(directory: Path, version: Version) -> tuple[Evidence, EvaluationReport
 def registered_engines(registry: "MlflowStore", config: Config, *, decides: bool = True) -> Iterator[Engines]:
     """Open the engines of a registry, with their evidence in the work directory.
 
-    Evidence that is downloaded from the registry is removed after the block. It is kept in an existing store meanwhile.
+    Downloaded evidence is kept in the store of the work directory, or in a temporary folder, and removed after the block.
     `decides`: whether the configured gates decide again.
     """
     directories, gates = identities(config.artifacts), config.gates if decides else None

@@ -359,7 +359,7 @@ def choose_champion(candidates: Sequence[Candidate], excluded: Mapping[str, str]
 
 
 def _why_not(candidate: Candidate, excluded: Mapping[str, str], champion: str = "") -> str:
-    """Return why a candidate is not promoted; `champion` is the one that is."""
+    """Return why a candidate is not promoted. `champion`: name of the promoted candidate."""
     if candidate.verdict != "PASS":
         return f"{candidate.verdict} ({candidate.reasons[0]})" if candidate.reasons else candidate.verdict
     if candidate.report.digest in excluded:

@@ -48,7 +48,7 @@ MISSING = {
     "did not answer within tracking.timeout_s={limit:g}; find out what keeps it busy, or raise tracking.timeout_s": (
         *("timed out", "timeout exception", "database is locked"),
     ),
-    "answers with a server error (429 or 5xx); look at its log": ("error responses",),
+    "answers with an error (429 or 5xx); look at its log": ("error responses",),
     "does not answer by TLS; give http:// if it has none, or name its certificate in REQUESTS_CA_BUNDLE": ("SSLError",),
     "is not there: start the server, or name another": ("API request to http", "Connection refused"),
 }

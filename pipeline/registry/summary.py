@@ -48,7 +48,7 @@ class Summary(StrictModel):
     exit_codes: Mapping[int, int] = {}
     """Number of a job, from 1 -> its exit code. Jobs that were killed or still run are missing."""
     errors: Mapping[int, str] = {}
-    """Number of a job -> the message of its error, if it gave no verdict."""
+    """Number of a job -> the message of the error that ended it. A refused promotion is also recorded here."""
     candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
     """Name of the candidate that serves, after a promotion or a rollback."""
@@ -99,7 +99,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
 
 
 def last_judged(workdir: Path, model: str) -> Summary | None:
-    """Return the summary of a model's last sweep with registered candidates, else with any; None if it has no candidates."""
+    """Return a model's last sweep with registered candidates, or else its last sweep with candidates; None without any."""
     summaries = (load(workdir, sweep) for sweep in reversed(sweeps(workdir)))
     judged = [item for item in summaries if any(candidate.model == model for candidate in item.candidates)]
     return next((item for item in judged if item.registered), next(iter(judged), None))

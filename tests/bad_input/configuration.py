@@ -64,7 +64,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("backend.name=vllm", "backend.name=vllm: cannot be set by itself; write backend=vllm"),
     ("evaluate kv=int8", "evaluate: has no value; write stage=evaluate"),
     ("workloads.samples={'copy':20}", "workloads.samples={'copy':20}: cannot be read", "quote texts"),
-    ("stage=route routing.routes={copy:int8,copy:fp8}", "routing.routes={copy:int8,copy:fp8}: has a name twice; keep one"),
+    ("kv.overrides=[{layers:[0],key:{dtype:fp8,dtype:int8}}]", "key:{dtype:fp8,dtype:int8}}]: has a name twice; keep one of"),
     ("kv=fp8,int8", "kv=fp8,int8: several values need a sweep; add -m, or give one value: a list has brackets"),
     ("model.path=/data/modèle/[7b]#a=b", "model.path=/data/modèle/[7b]#a=b: no such directory"),
     ("workdir=/data/what?", "workdir=/data/what?: MLflow", "give another path"),
@@ -75,7 +75,7 @@ BAD_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("gates={min_recovery:0.9}", "the keys one by one, as gates.NAME=VALUE"),
     ('seed="3"', "seed: input should be a valid integer (got '3')"),
     ("kv.window.tokens=256", "kv.window.key and value are both null", "or null for no window"),
-    ("workloads.load=3", "workloads.load: must be a mapping of keys to values (got 3)"),
+    ("workloads.samples=3", "workloads.samples: must be a mapping of keys to values (got 3)", "as in workloads.samples.NAME="),
     ("-m seed=range(3,0)", "seed=range(3,0): has no values; list the values to sweep"),
     ("signing.key=nowhere.pem", "signing.key=nowhere.pem: no such file", "openssl"),
     (
@@ -175,7 +175,7 @@ CASES = [
         for group, key, *expected in (
             ("model", "paht: x", "error: model: has paht and no path; rename or add it"),
             ("workloads", "samples: {copy: 20}", "error: workloads: has no jsonl, seed, ", "load; add them, or begin the file"),
-            ("backend", "threads: 2", "error: backend: must be a mapping with a name (got", "add them, or begin the file"),
+            ("backend", "threads: 2", "error: backend: must be a mapping with a name (got", "add the name, or begin the file"),
         )
     ),
     *(

@@ -111,7 +111,7 @@ def drop_capabilities() -> None:
 
 def fail(*_: object) -> NoReturn:
     """Fail instead of `pipeline.chain.command.run`, because kvgate must refuse bad input before the call."""
-    print("the runner was called")
+    print("the command was run")
     raise SystemExit(99)
 
 

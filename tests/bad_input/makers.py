@@ -1,4 +1,4 @@
-"""Writes small files of every format that kvgate reads, of which any part can be made invalid."""
+"""Writes small files of every format that kvgate reads. Tests can make any part of these files invalid."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """Hooks that plant faults in a loaded ONNX engine: in stored data, in the graphs' inputs, in data they read, in a method.
 
-A hook returns a plant: a function that patches one engine. An edit receives the current values and the
-step, and returns the new values. Shapes: B sequences, H KV heads, S new tokens, W elements per token, P pages per sequence, V
-vocab_size.
+A hook returns a plant: a function that patches one engine. An edit receives the current values and the step, and returns the
+new values. Shapes: B sequences, H KV heads, S new tokens, W elements per token, P pages per sequence, V vocab_size.
 """
 
 from collections.abc import Callable, Sequence
@@ -228,13 +227,13 @@ def method(path: str, faulty: Callable[..., Any]) -> Plant:
 
 
 def share_page(pool: Any, row: Any, number: int, page: int) -> None:
-    """Let a sequence of the pool read a page in place of its page `number`."""
+    """Let a sequence of the pool read a page instead of its page `number`."""
     pool.pages.free(row.pages[number])
     row.pages[number] = pool.pages.share(page)
 
 
 def forking(edit: Callable[[Any, Any, Any], object] = lambda *_: None) -> Plant:
-    """Call `edit(pool, source, child)` after every fork. The child knows its depth, its origin and its first length."""
+    """Call `edit(pool, source, child)` after every fork. `child` has its `depth`, `origin` and first length, `forked_at`."""
 
     def faulty(fork: Any, engine: Any, handle: int) -> int:
         number: int = fork(handle)

@@ -145,7 +145,7 @@ def beside_sharers(least: int) -> Callable[[Step], Array]:
 
 
 def last_page_is_the_first(table: Array, step: Step) -> Array:
-    """Let every row read its first page in place of its last page."""
+    """Let every row read its first page instead of its last page."""
     for row, handle in enumerate(step.handles):
         table[row, len(step.pages(handle)) - 1] = table[row, 0]
     return table
@@ -211,7 +211,7 @@ def inherit_page(release: Any, engine: Any, handle: int) -> None:
 
 
 def copy_once(fork: Any, engine: Any, handle: int) -> int:
-    """Take a page without a copy for the partly filled page, if an earlier fork of the same tokens has ended."""
+    """If an earlier fork of the same tokens has ended, do not copy the partly filled page into the page of the new fork."""
     pool, copied = engine.pool, vars(engine).setdefault("copied", {})
     place, copy = (handle, pool.length(handle)), pool._copy
     if copied.setdefault(place, None) not in (None, *pool.sequences):
@@ -224,7 +224,7 @@ def copy_once(fork: Any, engine: Any, handle: int) -> int:
 
 
 def between_sharers(least: int) -> Callable[[Step], Any]:
-    """Select rows whose prefix is also that of the row two places before, but not of the row between; `least` or none."""
+    """Select rows that share a prefix with the row two places before, but not with the row between; none if below `least`."""
 
     def chosen(step: Step) -> Any:
         first, _ = groups(step)
@@ -322,7 +322,7 @@ FAULTS = [
        logits(lambda found, _: np.roll(found, 1, 0), beyond_rows_of_middle_length)),
     of("row_beside_16_sharers", "a row beside 16 rows that share a prefix gets the logits of the row before",
        logits(lambda found, _: np.roll(found, 1, 0), beside_sharers(16))),
-    of("last_page_at_897_tokens", "the step after 897 tokens reads the first page in place of the last",
+    of("last_page_at_897_tokens", "the step after 897 tokens reads the first page instead of the last",
        given("page_table", last_page_is_the_first, lambda step: (step.lengths == 897)[:, None])),
     of("forks_leak", "every fork allocates memory that is never freed",
        method("pool.fork", kept_memory)),

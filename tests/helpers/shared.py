@@ -1,4 +1,4 @@
-"""What all tests of a run share, made once."""
+"""Data that all tests of a run share."""
 
 import fcntl
 import os

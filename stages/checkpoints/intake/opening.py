@@ -50,7 +50,7 @@ def check_finite(info: CheckpointInfo) -> None:
                 rows = max(1, NUMBERS // max(1, prod(shape[1:])))
                 pieces = (part[at : at + rows] for at in range(0, shape[0], rows)) if shape else [content.get_tensor(name)]
                 for numbers in (piece.float() for piece in pieces):
-                    # The sum is ten times as fast as a look at each number, and is finite only if they are.
+                    # A finite sum proves that all numbers are finite, ten times as fast as a look at each number.
                     if not numbers.sum().isfinite() and not numbers.isfinite().all():
                         problem = "holds NaN, infinity or a number beyond float32; give finite weights"
                         raise refusal(info.path, f"{file}: {printable(name[:200])} {problem}")

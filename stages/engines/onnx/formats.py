@@ -44,7 +44,7 @@ class SideCodec(StoredSide):
 
 
 def read_numbers(body: Body, codec: SideCodec, index: str) -> str:
-    """Append the numbers (B, H, T, D) that the pages `index` (B, H, P) hold, before they are rotated back."""
+    """Append nodes that read the pages `index` (B, H, P); return the numbers (B, H, T, D), with channels still rotated."""
     graph, options, gather = codec.graph, codec.options, _pages(body, codec, index)
     codes = graph.codes(body, f"{codec.side}_pool", gather, options)
     parameters = ("scale",) if codec.form.symmetric else ("scale", "zero")

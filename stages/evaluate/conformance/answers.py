@@ -88,9 +88,9 @@ class AnswerChecks:
     ) -> list[ForcedSequence]:
         """Check that every token is the most likely on the reference engine, up to rounding.
 
-        A single flipped code may change an answer. An answer that looks wrong is therefore checked again over the codes that
-        the engine stored for it, or by the engine's own logits, which `force` records. Return sequences whose stored codes
-        must still be compared. Their logits are the reference engine's.
+        A single flipped code may change an answer. An answer that looks wrong is therefore checked again: the reference engine
+        replays it over the codes that the engine stored for it. If these are unknown, `force` lets the engine decode it again,
+        and the engine's own logits decide. Return the replayed sequences, whose stored codes must still be compared.
         """
         stored, self.stored = self.stored, {}
         suspects = []
@@ -115,7 +115,7 @@ class AnswerChecks:
         return suspects
 
     def _check_likelier(self, answer: Answer, logits: np.ndarray) -> None:
-        """Report the first token of an answer that the engine's own logits (rows, V) contradict."""
+        """Report the first token of an answer that the logits (rows, V) contradict."""
         contradicted = contradiction(self.engine, logits, answer.chosen(logits))
         if contradicted is not None:
             place, distance = contradicted

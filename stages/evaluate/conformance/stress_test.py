@@ -24,7 +24,7 @@ from stages.verdict.report import StressResult
 from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
-"""Seconds that the engine idles with live sequences at the end, in two pauses, per request of `stress_test.requests`."""
+"""Seconds per request of `stress_test.requests` that the engine idles with live sequences at the end, in two equal pauses."""
 
 
 def run_stress_test(
@@ -77,7 +77,7 @@ def _run_scenarios(test: StressTest) -> None:
     """Run the scenarios that the engine supports.
 
     Up to two sequences stay live during all scenarios, and advance during the walk and after each scenario. At the end they
-    rest for `IDLE_SECONDS` per request, together with a sequence whose neighbour has ended.
+    rest for `IDLE_SECONDS` per request, together with a sequence whose neighbour has ended, and its forks.
     """
     engine = test.engine
     room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest

@@ -39,8 +39,8 @@ LATE = ((130, 600), (600, 900))
 """(minimum, maximum) tokens of each long prompt that joins a running batch. A drawn length is limited to two thirds of the
 maximum length and rounded down to whole pages. The other long prompts begin together."""
 FORKED_TOKENS = 960
-"""Maximum tokens of the two rows whose forks fill the last batch, after a fork of the longest row. If possible, the rows have
-different prompts. The forks make many rows of 430 to 980 tokens."""
+"""Maximum tokens of the two rows whose forks fill the last batch, which also has a fork of the longest row. If possible, the
+two rows have different prompts. So many rows of the batch have 430 to 980 tokens."""
 CONTINUED = 6
 """Maximum number of different token sequences among many forks. Forks with equal tokens share a replay."""
 
@@ -275,10 +275,10 @@ class Walk:
             self._end(branches[1:])
 
     def keep(self, length: int) -> None:
-        """Fork a prompt of `length` tokens for several rests, as an engine does that keeps prefixes.
+        """Fork a kept prefix of `length` tokens once for each of four prompts that begin with it.
 
-        One rest is longer than the prompt, one has whole pages, and two short ones are equal. The first two forks end after
-        some steps, so that the next fork begins again at their place.
+        The rest of one prompt is longer than the prefix, one rest has whole pages, and two short rests are equal. Each of the
+        first two forks ends after some steps, so that the next fork of the prefix begins where an ended one began.
         """
         test = self.test
         self._make_room(4)

@@ -200,7 +200,8 @@ def _unknown(item: str, unknown: Sequence[str], missing: Sequence[str]) -> str:
     """Return the problem of all unknown keys of a line, or of a message or tool in it (`item`)."""
     names = ", ".join(unknown)
     if item:
-        return f"{item}: has {names}, " + (f"write {', '.join(missing)} instead" if missing else "leave it out")
+        fix = f"write {', '.join(missing)} instead" if missing else f"leave {'them' if unknown[1:] else 'it'} out"
+        return f"{item}: has {names}, {fix}"
     close = {key: get_close_matches(key, _Line.model_fields, 1, 0.75) for key in unknown}
     meant = {key: _OTHER_NAMES.get(key) or "".join(close[key]) for key in unknown}
     uses = [f"use {name} for {key}" for key, name in meant.items() if name]

@@ -20,6 +20,7 @@ from stages.engines.cuda.engine import KernelEngine
 from stages.engines.reference.model import shape_for
 from stages.evaluate.decoding.decode import StoppingCriteria
 from stages.evaluate.decoding.free import contradiction, free_answers
+from stages.evaluate.decoding.system import wrong_allocation
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.policies.policy import KVPolicy
 
@@ -106,6 +107,7 @@ def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, make:
     """Decode token 7, whose embedding is NaN, in the last row of a batch padded to four, or a sound token."""
     engine = make(GUARDED)
     handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
+    assert wrong_allocation(engine) == ""
     tensors = [tensor.view(torch.uint8) for tensor in engine.pool.tensors.values()]
     before = [tensor.clone() for tensor in tensors]
     with torch.no_grad():

@@ -26,13 +26,11 @@ LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
 CHUNK = 145
 """Tokens of a prompt's chunk: blocks of 64, and a last block of 17."""
 HEADS = Heads(4, 2, 64)
-ROUNDING = 1e-5
-"""Allowed difference from the order of float32 sums, relative to the largest result: measured 2e-6."""
+ROUNDING = 2e-5
+"""Allowed difference from the order of float32 sums, relative to the largest result: measured 1.1e-5 in E5M2, whose random keys
+have large scores, and 2e-6 in other formats."""
 CHUNK_ROUNDING = 3e-5
-"""Allowed difference for a chunk, larger because a chunk has 145 results per sequence: measured 1.04e-5.
-
-The maximum occurs in E5M2, whose random keys have large scores.
-"""
+"""Allowed difference for a chunk, larger because a chunk has 145 results per sequence."""
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler, or no AVX2")
 
@@ -71,7 +69,7 @@ def test_other_heads_equal_the_functions_body(heads: Heads, name: str) -> None:
 
 def test_a_long_context_equals_the_functions_body() -> None:
     # measured 1.1e-5, with this number of terms
-    assert difference(AttentionCase(BY_NAME["fp8k_int4v"], HEADS, (20_001,))) < 2 * ROUNDING
+    assert difference(AttentionCase(BY_NAME["fp8k_int4v"], HEADS, (20_001,))) < ROUNDING
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK])

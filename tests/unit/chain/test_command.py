@@ -111,6 +111,14 @@ def test_a_promotion_is_unfinished_until_its_commands_end(tmp_path: Path, monkey
     assert (last.exit_code, last.exit_codes, last.unfinished) == (4, {1: 4}, None)
 
 
+def test_an_interrupted_job_is_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(stage_functions.FUNCTIONS, "evaluate", Mock(side_effect=KeyboardInterrupt))
+    (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs
+    with pytest.raises(KeyboardInterrupt):
+        run_job(config)
+    assert summary.load(tmp_path).errors == {1: "interrupted"}
+
+
 def test_the_job_of_a_failed_candidate_has_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judging(monkeypatch, "FAIL")
     (config,) = plan([f"workdir={tmp_path}", "tracking=none", "stage=evaluate"], multirun=False).jobs

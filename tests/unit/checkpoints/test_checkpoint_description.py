@@ -89,6 +89,7 @@ HOSTILE: tuple[object, ...] = (0, -1, "32", 32.0, True, [32], 1 << 40)
     [
         (MISTRAL | {"sliding_window": None}, ()),
         (MISTRAL | {"sliding_window": 32, "layer_types": ["sliding_attention"] * 3}, (32,) * 3),
+        (QWEN2 | SLIDES | {"use_sliding_window": False}, ()),
         (QWEN2 | SLIDES | {"max_window_layers": 3}, ()),
         (QWEN3 | {"use_sliding_window": True, "sliding_window": 32, "layer_types": TYPES}, (32, None, 32)),
     ],

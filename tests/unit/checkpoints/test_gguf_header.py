@@ -64,7 +64,7 @@ GEMMA3 = {"gemma3__attention__causal": True}
     [
         ({"general__type": "adapter"}, "general.type=adapter"),
         ({"split__count": 3}, "one of 3 shards; join them"),
-        ({"llama__expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama__attention__sliding_window": 64}, "llama.attention.sliding_window=64 is not supported"),
         ({"llama__logit_scale": 2.0}, "llama.logit_scale=2.0 is not supported"),
         ({"llama__attention__head_count_kv": [2, 4]}, "llama.attention.head_count_kv must be a positive int, got [2, 4]"),
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "must be a positive float, got nan"),

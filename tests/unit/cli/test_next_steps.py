@@ -106,7 +106,10 @@ def test_a_quick_check_of_too_few_questions_suggests_more_questions(prompts: int
     lines = [json.dumps({"prompt": f"{n}:", "reference": "4711"}) for n in range(prompts)]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
     base = ["experiment=quick", "workloads=jsonl", f"workloads.jsonl={tmp_path}/own.jsonl"]
-    step = next_steps.after_judging(plan(base, multirun=False).jobs[0], [candidate(tmp_path, "fp8", "INCONCLUSIVE")], base)
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "mine.yaml").write_text("defaults: [int8]")
+    config, typed = plan(base, multirun=False).jobs[0], [f"--config-dir={tmp_path}", "hydra/launcher=joblib", *base]
+    step = next_steps.after_judging(config, [candidate(tmp_path, "fp8", "INCONCLUSIVE")], typed)
     assert advice in step.why
     assert not composed(step).workloads.is_quick_check
 

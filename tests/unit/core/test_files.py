@@ -89,7 +89,7 @@ def test_a_file_replaces_another_users_file(tmp_path: Path) -> None:
 
 
 def test_two_writers_with_one_process_id_do_not_interfere(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in two containers over one work directory: every writer has a scratch file of its own."""
+    """As in two containers over one work directory: every writer has its own scratch file."""
     scratch: list[Path] = []
 
     def recording(function: Callable[..., object], position: int) -> Callable[..., object]:

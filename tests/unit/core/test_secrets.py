@@ -153,7 +153,7 @@ def test_no_other_program_gets_a_secret_or_a_cloud_variable(tmp_path: Path, monk
 @pytest.mark.usefixtures("planted")
 def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
     redacting = "from stages.core.streams import redact_output; redact_output(); redact_output()"
-    program = f"import os; {redacting}; raise SystemExit(str(os.environ))"
+    program = f"import os; {redacting}; raise SystemExit(str(os.environ) + {str(NEVER)!r})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert MASK in result.stderr
     assert leaked_secrets(result.stderr) == []

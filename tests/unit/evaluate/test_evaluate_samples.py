@@ -113,7 +113,7 @@ def test_every_problem_is_reported_once_with_its_first_line(tmp_path: Path) -> N
 
 CHAT = Sample(
     id="chat-1", workload="w", reference="blue",
-    messages=(("system", "Be brief."), ("user", "Which colour?"), ("assistant", "Of what?"), ("user", "The sky.")),
+    messages=(("system", "Be brief."), ("user", "Name a colour."), ("assistant", "Where?"), ("user", "The sky.")),
 )  # fmt: skip
 NO_SYSTEM = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role, please') }}"
@@ -152,7 +152,7 @@ def test_calibration_and_evaluation_use_the_same_tokens(tokenizer: Any) -> None:
 @pytest.mark.parametrize("template", [None, ""])
 def test_messages_for_a_base_model_become_lines(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template
-    text = "system: Be brief.\nuser: Which colour?\nassistant: Of what?\nuser: The sky.\nassistant: "
+    text = "system: Be brief.\nuser: Name a colour.\nassistant: Where?\nuser: The sky.\nassistant: "
     assert render_all(tokenizer, [CHAT]) == [text]
     (ids,) = all_prompt_ids(tokenizer, [CHAT])
     assert ids == tokenizer(text)["input_ids"]
@@ -161,7 +161,7 @@ def test_messages_for_a_base_model_become_lines(tokenizer: Any, template: str | 
 
 def test_refused_system_messages_are_prepended_to_the_users_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_SYSTEM
-    assert render_all(tokenizer, [CHAT]) == ["<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky."]
+    assert render_all(tokenizer, [CHAT]) == ["<|bos|>[user]Be brief.\n\nName a colour.[assistant]Where?[user]The sky."]
     for second, reason in (("user", "roles must alternate"), ("system", "no system role, please")):
         with refused(UserError, f"workloads: the tokenizer's chat_template refuses sample odd-7 ({reason})"):
             render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=(("user", "a"), (second, "b")), reference="x")])
@@ -169,7 +169,7 @@ def test_refused_system_messages_are_prepended_to_the_users_turn(tokenizer: Any)
 
 def test_a_template_that_drops_a_question_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    turns = (("user", "a"), ("assistant", "b"), ("user", "Which colour?"))
+    turns = (("user", "a"), ("assistant", "b"), ("user", "Name a colour."))
     with refused(UserError, "workloads: the tokenizer's chat_template drops a user's message of sample odd-7; give another"):
         render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=turns, reference="x")])
 

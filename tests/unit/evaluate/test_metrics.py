@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,18 @@ def test_the_limit_of_an_answer_comes_from_the_original_reference(tmp_path: Path
     evaluate(lambda: fake_engine(rambling), SAMPLES, tmp_path / "baseline", tmp_path / "report", config=CONFIG)
     answers = {row.id: row.candidate_generation for row in load_rows(tmp_path / "report")}
     assert {name: len(answers[name] or "") for name in RESCORED} == dict.fromkeys(RESCORED, len("The code is 00.") + 1 + 4)
+
+
+def test_a_baseline_that_was_interrupted_at_its_own_answers_gets_the_same_results(tmp_path: Path) -> None:
+    def interrupt(label: str, done: int, _: int) -> None:
+        if "own answers" in label and done:
+            raise RuntimeError("interrupted")
+
+    measure = partial(measure_baseline, lambda: sharing_engine(ANSWERED), SAMPLES, config=CONFIG)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    measure(whole)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        measure(resumed, progress=interrupt)
+    measure(resumed)
+    for name in ("round.json", "logprobs.safetensors", "statistics.safetensors"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()

@@ -140,7 +140,7 @@ def test_an_address_without_a_store_is_named(uri: str, kind: type[Exception], ex
         (200, b'{"experiment": 7}', MissingRequirement, "); look at its log, or name another"),
         (302, b"", UserError, "is not an MLflow server"),
         (304, b"", UserError, "is not an MLflow server"),
-        (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "a server error (429 or 5xx)"),
+        (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "with an error (429 or 5xx)"),
     ],
 )
 def test_each_error_of_a_server_has_its_own_message(

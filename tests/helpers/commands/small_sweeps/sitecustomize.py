@@ -1,4 +1,4 @@
-"""Replaces the real evaluation by a small one in every process that has this folder on its PYTHONPATH.
+"""Replaces the real evaluation by a small evaluation in every process that has this folder on its PYTHONPATH.
 
 A launcher's workers are separate interpreters, which a test cannot patch. A job's seed selects its outcome.
 """
