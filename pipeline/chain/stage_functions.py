@@ -74,13 +74,14 @@ def promotable(config: Config) -> summary.Summary:
             nothing = f"the last command registered no candidate of {model}"
             console.warning(f"{nothing}; promoting from sweep {judged.sweep}; promote.sweep=ID names another")
             last = judged
-    if last.candidates:  # perhaps all of another model, for which waiting does not help
-        candidates_of(config, last)
     if last.unfinished is not None and config.promote.name is None:
+        if last.candidates:  # perhaps all of another model, for which waiting does not help
+            candidates_of(config, last)
         raise GateRefusal(
             f"stage=promote: {last.unfinished}; wait if it still runs; otherwise run it again, promote a candidate "
             "that passed with promote.name=NAME, or use another sweep with promote.sweep=ID"
         )
+    candidates_of(config, last)
     return last
 
 

@@ -183,6 +183,7 @@ def test_problems_after_the_inputs_are_found_before_any_work(
     monkeypatch.setattr(FakeBackend, "check_runs", Mock(side_effect=MissingRequirement("this machine has no GPU")))
     (tmp_path / "mlflow.db").write_text("no database")
     assert preview(planned(tmp_path / "work", "stage=build")) == 0
+    assert preview(planned(tmp_path / "work", "stage=promote")) == 2  # nothing was judged
     assert preview(planned(tmp_path / "work", "stage=evaluate")) == 4
     no_database = ["tracking=mlflow", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}"]
     assert preview(planned(tmp_path / "work", "stage=evaluate", *no_database)) == 2
