@@ -79,7 +79,7 @@ class StressTestConfig(StrictModel):
     """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
     """Requests of the burst, which is sent twice. A fifth of the requests are long. The second time, a third have different
-    tokens. For each request, the test also sends two pairs of short requests and lets the engine idle for 0.02 s."""
+    tokens. For each request, the test also sends two pairs of short requests and lets the engine idle for 0.03 s."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 

@@ -24,7 +24,8 @@ from stages.verdict.report import StressResult
 from stages.workloads.config import StressTestConfig
 
 IDLE_SECONDS = 1 / 50
-"""Seconds per request of `stress_test.requests` that the engine idles with live sequences at the end, in two equal pauses."""
+"""Seconds per request of `stress_test.requests` that the engine idles with live sequences at the end: once before a step, and
+half as long before a turn."""
 
 
 def run_stress_test(
@@ -77,7 +78,7 @@ def _run_scenarios(test: StressTest) -> None:
     """Run the scenarios that the engine supports.
 
     Up to two sequences stay live during all scenarios, and advance during the walk and after each scenario. At the end they
-    rest for `IDLE_SECONDS` per request, together with a sequence whose neighbour has ended, and its forks.
+    rest (see `IDLE_SECONDS`), together with a sequence whose neighbour has ended, and its forks.
     """
     engine = test.engine
     room = 2 if engine.max_sequences is None else engine.max_sequences - test.largest
@@ -108,8 +109,9 @@ def _run_scenarios(test: StressTest) -> None:
             rows = [idle, test.resting[-1]]
             if isinstance(engine, SupportsFork):
                 rows += [test.fork(idle, idle.name) for _ in range(test.largest // 2 - 1)]
-            for advance in (partial(test.decode, *rows), test.wake):  # in `wake`, a turn comes first
-                time.sleep(IDLE_SECONDS * test.config.requests / 2)
+            pause = IDLE_SECONDS * test.config.requests
+            for seconds, advance in ((pause, partial(test.decode, *rows)), (pause / 2, test.wake)):  # `wake` begins with a turn
+                time.sleep(seconds)
                 advance()
             test.decode(*test.resting, steps=3)
         except UserError as error:
